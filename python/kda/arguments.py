@@ -137,9 +137,17 @@ def _check_device(device: Any) -> None:
 
 
 def new_records(
-    slots: int, entries: int, H: int, HV: int, K: int, V: int, *, ring: bool = False, layers: int | None = None,
+    slots: int,
+    entries: int,
+    H: int,
+    HV: int,
+    K: int,
+    V: int,
+    *,
+    ring: bool = False,
+    layers: int | None = None,
     device: Any = None,
-) -> Records:  # fmt: skip
+) -> Records:
     """Returns zeroed records: torch tensors, or NumPy arrays if torch is missing.
 
     >>> import kda

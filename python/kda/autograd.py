@@ -39,9 +39,14 @@ def h_v_first(v: Tensor, saved: Sequence[Tensor], options: Options) -> bool:
 
 
 def run_forward(
-    call: TrainingCall, final_state: bool, h_every: int, recurrent: bool, impl: str | None,
+    call: TrainingCall,
+    final_state: bool,
+    h_every: int,
+    *,
+    recurrent: bool = False,
+    impl: str | None = None,
     has_initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """Returns (o, hT, saved), see :func:`saved_kinds`; the recurrent form saves nothing."""
     q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
     K = q.shape[3]
@@ -53,11 +58,10 @@ def run_forward(
     kinds = saved_kinds(v, K, cu, options, h_every)
     saved = tuple(in_large_pages(v.new_empty(shape, dtype=dtype)) for shape, dtype in kinds)
     h, v_new, Aqk, Akk = _four(saved)
-    library().forward(
-        q, k, v, g, beta, A_log, dt_bias, cu, options=options, h0=h0, hT=hT, has_initial_state=has_initial_state, o=o,
-        h=h, v_new=v_new, Aqk=Aqk, Akk=Akk, h_every=h_every if saved else 0,
-        h_v_first=h_v_first(v, saved, options), impl=impl,
-    )  # fmt: skip
+    states = {"h0": h0, "hT": hT, "has_initial_state": has_initial_state, "o": o}
+    kept = {"h": h, "v_new": v_new, "Aqk": Aqk, "Akk": Akk, "h_every": h_every if saved else 0}
+    kept["h_v_first"] = h_v_first(v, saved, options)
+    library().forward(q, k, v, g, beta, A_log, dt_bias, cu, options=options, **states, **kept, impl=impl)
     return o, hT, saved
 
 
@@ -83,9 +87,15 @@ def _four(saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
 
 
 def backward_call(
-    call: TrainingCall, saved: Sequence[Tensor], h_every: int, d_o: Tensor, dhT: Tensor | None, wanted: Sequence[bool],
-    impl: str | None = None, into: Sequence[Tensor] = (),
-) -> tuple[list[Tensor | None], dict[str, Any]]:  # fmt: skip
+    call: TrainingCall,
+    saved: Sequence[Tensor],
+    h_every: int,
+    d_o: Tensor,
+    dhT: Tensor | None,
+    wanted: Sequence[bool],
+    impl: str | None = None,
+    into: Sequence[Tensor] = (),
+) -> tuple[list[Tensor | None], dict[str, Any]]:
     """Tensors for the gradients of (q, k, v, g, beta, A_log, dt_bias, h0), None where not wanted, and the operands.
     The first of these tensors are ``into``, the others new."""
     grads: list[Tensor | None] = [*into]
@@ -96,13 +106,12 @@ def backward_call(
     q, k, v, g, beta, A_log, dt_bias, h0, cu, options = call
     h, v_new, Aqk, Akk = _four(saved)
     dq, dk, dv, dg, dbeta, dA, d_bias, dh0 = grads
-    return grads, {
-        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu,
-        "options": options, "h0": h0, "d_o": plain(d_o), "dhT": None if dhT is None else plain(dhT), "h": h,
-        "v_new": v_new, "Aqk": Aqk, "Akk": Akk, "dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta, "dA_log": dA,
-        "d_dt_bias": d_bias, "dh0": dh0, "h_every": h_every if saved else 0,
-        "h_v_first": h_v_first(v, saved, options), "impl": impl,
-    }  # fmt: skip
+    operands = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias, "cu_seqlens": cu}
+    operands |= {"h0": h0, "d_o": plain(d_o), "dhT": None if dhT is None else plain(dhT)}
+    operands |= {"h": h, "v_new": v_new, "Aqk": Aqk, "Akk": Akk}
+    operands |= {"dq": dq, "dk": dk, "dv": dv, "dg": dg, "dbeta": dbeta, "dA_log": dA, "d_dt_bias": d_bias, "dh0": dh0}
+    how = {"h_every": h_every if saved else 0, "h_v_first": h_v_first(v, saved, options), "impl": impl}
+    return grads, {**operands, "options": options, **how}
 
 
 def run_backward(*arguments: Any) -> list[Tensor | None]:
@@ -120,9 +129,16 @@ def run_gate_backward(
     dA = None if A_log is None else torch.empty_like(A_log, memory_format=torch.contiguous_format)
     d_bias = None if dt_bias is None else torch.empty_like(dt_bias, memory_format=torch.contiguous_format)
     library().gate_backward(
-        x=x, A_log=A_log, dt_bias=dt_bias, dg=dg, dx=dx, dA_log=dA, d_dt_bias=d_bias, gate_form=form,
+        x=x,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        dg=dg,
+        dx=dx,
+        dA_log=dA,
+        d_dt_bias=d_bias,
+        gate_form=form,
         lower_bound=lower_bound,
-    )  # fmt: skip
+    )
     return dx, dA, d_bias
 
 
@@ -144,25 +160,50 @@ def conv_parts(dx: Tensor | None, x: Tensor, *more: Tensor | None) -> list[Tenso
 
 
 def run_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool,
-    final_state: bool, impl: str | None, *, more: Sequence[Tensor | None] = (),
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu: Tensor | None,
+    silu: bool,
+    final_state: bool = False,
+    impl: str | None = None,
+    more: Sequence[Tensor | None] = (),
+) -> tuple[Tensor, Tensor | None]:
     """``more``: x1 and x2, or nothing."""
     D = sum(conv_sizes(x, *more)) if more else 0
     y = x.new_empty((*x.shape[:2], D)) if more else torch.empty_like(x, memory_format=torch.contiguous_format)
     dtype = x.dtype if state is None else state.dtype
     last = x.new_empty(conv_state_shape(x, weight, cu, D), dtype=dtype) if final_state else None
     library().conv(
-        x=x, weight=weight, bias=bias, cu_seqlens=cu, initial_state=state, final_state=last, y=y, silu=silu, impl=impl,
+        x=x,
+        weight=weight,
+        bias=bias,
+        cu_seqlens=cu,
+        initial_state=state,
+        final_state=last,
+        y=y,
+        silu=silu,
+        impl=impl,
         **dict(zip(("x1", "x2"), more, strict=False)),
-    )  # fmt: skip
+    )
     return y, last
 
 
 def run_conv_backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool, dy: Tensor,
-    d_last: Tensor | None, *, wanted: Sequence[bool], into: Tensor | None = None, more: Sequence[Tensor | None] = (),
-) -> list[Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu: Tensor | None,
+    silu: bool,
+    dy: Tensor,
+    d_last: Tensor | None,
+    *,
+    wanted: Sequence[bool],
+    into: Tensor | None = None,
+    more: Sequence[Tensor | None] = (),
+) -> list[Tensor | None]:
     """Gradients of (x, weight, bias, state), None where not wanted. That of x is ``into``, if given, and has the
     channels of x1 and x2, which are ``more``."""
     inputs = (x, weight, bias, state)
@@ -177,10 +218,20 @@ def run_conv_backward(
         grads[0] = into
     dx, dweight, dbias, d_state = grads
     library().conv_backward(
-        x=x, weight=weight, bias=bias, cu_seqlens=cu, initial_state=state, dy=plain(dy),
-        d_final_state=None if d_last is None else d_last.resolve_neg(), dx=dx, dweight=dweight, dbias=dbias,
-        d_initial_state=d_state, silu=silu, **dict(zip(("x1", "x2"), more, strict=False)),
-    )  # fmt: skip
+        x=x,
+        weight=weight,
+        bias=bias,
+        cu_seqlens=cu,
+        initial_state=state,
+        dy=plain(dy),
+        d_final_state=None if d_last is None else d_last.resolve_neg(),
+        dx=dx,
+        dweight=dweight,
+        dbias=dbias,
+        d_initial_state=d_state,
+        silu=silu,
+        **dict(zip(("x1", "x2"), more, strict=False)),
+    )
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]
 
 
@@ -188,9 +239,7 @@ def run_norm_gate(
     x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, form: int, impl: str | None, threads: int = 0
 ) -> Tensor:
     y = in_large_pages(torch.empty_like(x, memory_format=torch.contiguous_format))
-    library().norm_gate(
-        x=x, gate=gate, weight=weight, y=y, eps=eps, activation=form, impl=impl, num_threads=threads
-    )  # fmt: skip
+    library().norm_gate(x=x, gate=gate, weight=weight, y=y, eps=eps, activation=form, impl=impl, num_threads=threads)
     return y
 
 
@@ -210,5 +259,5 @@ def run_norm_gate_backward(
     dx, dgate, dweight = grads
     library().norm_gate_backward(
         x=x, gate=gate, weight=weight, dy=plain(dy), dx=dx, dgate=dgate, dweight=dweight, eps=eps, activation=form
-    )  # fmt: skip
+    )
     return [g if g is None or t is None else g.to(t.dtype) for g, t in zip(grads, inputs, strict=True)]

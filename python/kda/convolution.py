@@ -94,9 +94,18 @@ def causal_conv1d(
         shape = _state_shape(x, weight, cu_seqlens, more)
         last = new_like(x if initial_state is None else initial_state, shape) if output_final_state else None
         library().conv(
-            x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, initial_state=initial_state, final_state=last, y=y,
-            silu=silu, impl=impl, x1=x1, x2=x2,
-        )  # fmt: skip
+            x=x,
+            weight=weight,
+            bias=bias,
+            cu_seqlens=cu_seqlens,
+            initial_state=initial_state,
+            final_state=last,
+            y=y,
+            silu=silu,
+            impl=impl,
+            x1=x1,
+            x2=x2,
+        )
         return y, last
     x, weight, more = dense_last(x), dense_last(weight), tuple(map(dense_last, more))
     if output_final_state or more:
@@ -104,10 +113,9 @@ def causal_conv1d(
     if dispatched():
         from .operators.convolution import conv
 
-        return conv(
-            x=x, weight=weight, bias=bias, initial_state=initial_state, cu_seqlens=cu_seqlens, silu=silu,
-            final_state=output_final_state, impl=impl, **dict(zip(("x1", "x2"), more, strict=False)),
-        )  # fmt: skip
+        rest = {"initial_state": initial_state, "cu_seqlens": cu_seqlens, "final_state": output_final_state}
+        rest |= zip(("x1", "x2"), more, strict=False)
+        return conv(x=x, weight=weight, bias=bias, silu=silu, impl=impl, **rest)
     from .call.derivatives import apply
     from .functions import ConvFunction
 
@@ -173,28 +181,39 @@ def causal_conv1d_update(
     if dispatched():
         from .call.graph import run_operator
 
-        run_operator(
-            "conv_update", x=x, weight=weight, bias=bias, cu_seqlens=cu_seqlens, state=state,
-            state_indices=state_indices, has_initial_state=has_initial_state, first_valid_slot=first_valid_slot,
-            out=out, silu=silu, impl=impl, num_threads=num_threads, out_state_indices=out_state_indices,
-            update_state=update_state, checkpoints=checkpoints, checkpoint_slots=checkpoint_slots,
-            checkpoint_offset=checkpoint_offset, checkpoint_every=every, x1=x1, x2=x2,
-        )  # fmt: skip
+        how = {"silu": silu, "first_valid_slot": first_valid_slot, "impl": impl, "num_threads": num_threads}
+        rare = {
+            "checkpoints": checkpoints,
+            "checkpoint_slots": checkpoint_slots,
+            "checkpoint_offset": checkpoint_offset,
+        }
+        rare |= {"checkpoint_every": every, "x1": x1, "x2": x2, "out_state_indices": out_state_indices}
+        inputs = {"x": x, "weight": weight, "bias": bias, "cu_seqlens": cu_seqlens, "state": state, "out": out}
+        slots = {"state_indices": state_indices, "has_initial_state": has_initial_state, "update_state": update_state}
+        run_operator("conv_update", **inputs, **slots, **how, **rare)
     else:
-        slots = (state_indices, out_state_indices, checkpoint_slots)
-        others = (has_initial_state, cu_seqlens, checkpoint_offset)
-        check_serving("kda.causal_conv1d", (x, weight, bias, state, out, checkpoints, x1, x2, *slots, *others))
+        indices = (state_indices, out_state_indices, checkpoint_slots, has_initial_state, cu_seqlens, checkpoint_offset)
+        check_serving("kda.causal_conv1d", (x, weight, bias, state, out, checkpoints, x1, x2, *indices))
         run = library().conv
         if more or checkpoints is not None or checkpoint_slots is not None or checkpoint_offset is not None:
-            run = functools.partial(
-                run, checkpoints=checkpoints, checkpoint_slots=checkpoint_slots, checkpoint_offset=checkpoint_offset,
-                checkpoint_every=every, x1=x1, x2=x2,
-            )  # fmt: skip
+            rare = {"checkpoints": checkpoints, "checkpoint_slots": checkpoint_slots, "checkpoint_every": every}
+            run = functools.partial(run, **rare, checkpoint_offset=checkpoint_offset, x1=x1, x2=x2)
         run(
-            x, weight, bias, cu_seqlens, state, state if update_state else None, state_indices, has_initial_state,
-            y=out, silu=silu, first_valid_slot=first_valid_slot, impl=impl, num_threads=num_threads,
+            x,
+            weight,
+            bias,
+            cu_seqlens,
+            state,
+            state if update_state else None,
+            state_indices,
+            has_initial_state,
+            y=out,
+            silu=silu,
+            first_valid_slot=first_valid_slot,
+            impl=impl,
+            num_threads=num_threads,
             out_state_indices=out_state_indices,
-        )  # fmt: skip
+        )
         mark_written(state if update_state else None, out, checkpoints)
     return out
 

@@ -65,9 +65,20 @@ class DraftBuffer:
     """
 
     def __init__(
-        self, slots: int, max_tokens: int, H: int, HV: int, K: int, V: int, *, entries: int | None = None,
-        layers: int | None = None, channels: int | None = None, dtype: Any = None, device: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        slots: int,
+        max_tokens: int,
+        H: int,
+        HV: int,
+        K: int,
+        V: int,
+        *,
+        entries: int | None = None,
+        layers: int | None = None,
+        channels: int | None = None,
+        dtype: Any = None,
+        device: Any = None,
+    ) -> None:
         check_size("max_tokens", max_tokens, 1, 16)
         entries = 2 * max_tokens if entries is None else entries
         check_size("entries", entries)
@@ -116,9 +127,19 @@ class DraftBuffer:
         return records, None if self._rows is None else self._rows[layer]
 
     def step(
-        self, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, slots: Any, accept_len: Any = None, *,
-        layer: Any = None, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any,
+        state: Any,
+        slots: Any,
+        accept_len: Any = None,
+        *,
+        layer: Any = None,
+        **options: Any,
+    ) -> Any:
         """Commits the tokens of each request's last round and verifies new drafts, ``[N, T]``. How many it commits,
         :meth:`accept` has said, or ``accept_len`` says, in the same forms. If nobody says it, none are. This is
         :func:`flush_verify_kvbuffer`, with its keywords."""
@@ -136,9 +157,18 @@ class DraftBuffer:
         accept_len = self._accepted_at(at, slots, places, accept_len)
         try:
             o = flush_verify_kvbuffer(
-                q, k, v, g, beta, state, records._replace(indices=slots), accept_len, state_indices=slots,
-                max_tokens=self.max_tokens, **options,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                g,
+                beta,
+                state,
+                records._replace(indices=slots),
+                accept_len,
+                state_indices=slots,
+                max_tokens=self.max_tokens,
+                **options,
+            )
         except ValueError as error:
             raise _about_slots(error) from None
         if keeps:

@@ -80,7 +80,20 @@ def prefill_f32(
     else:
         check_serving("kda.chunk_kda", (q, k, v, g, beta, initial_state, final_state, w, u, o))
     run(
-        q=q, k=k, v=v, g=g, beta=beta, chunk_size=chunk_size, w=w, u=u, o=o, initial_state=initial_state,
-        final_state=final_state, scale=scale, state_v_first=state_v_first, impl=impl, num_threads=num_threads,
-    )  # fmt: skip
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        chunk_size=chunk_size,
+        w=w,
+        u=u,
+        o=o,
+        initial_state=initial_state,
+        final_state=final_state,
+        scale=scale,
+        state_v_first=state_v_first,
+        impl=impl,
+        num_threads=num_threads,
+    )
     return o, w, u

@@ -35,11 +35,11 @@ _MORE = ("x1", "x2")  # channels of a convolution
 
 
 def seen_forward(
-    call: TrainingCall, final_state: bool, h_every: int, recurrent: bool, impl: str | None
+    call: TrainingCall, final_state: bool, h_every: int, *, recurrent: bool = False, impl: str | None = None
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
     """:func:`autograd.run_forward`."""
     if not dispatched():
-        return autograd.run_forward(call, final_state, h_every, recurrent, impl)
+        return autograd.run_forward(call, final_state, h_every, recurrent=recurrent, impl=impl)
     o, hT, *saved = run_operator(
         "forward", **call.named(), final_state=final_state, h_every=h_every, recurrent=recurrent, impl=impl
     )
@@ -48,16 +48,19 @@ def seen_forward(
 
 
 def seen_backward(
-    call: TrainingCall, saved: Sequence[Tensor], h_every: int, d_o: Tensor, dhT: Tensor | None, wanted: Sequence[bool],
+    call: TrainingCall,
+    saved: Sequence[Tensor],
+    h_every: int,
+    d_o: Tensor,
+    dhT: Tensor | None,
+    wanted: Sequence[bool],
     into: Sequence[Tensor] = (),
-) -> list[Tensor | None]:  # fmt: skip
+) -> list[Tensor | None]:
     """:func:`autograd.run_backward`. The first gradients are written ``into`` these."""
     if not dispatched():
         return autograd.run_backward(call, saved, h_every, d_o, dhT, wanted, None, into)
     kept = dict.fromkeys(_SAVED) | dict(zip(_SAVED, saved, strict=False))
-    found = run_operator(
-        "backward", **call.named(), **kept, h_every=h_every, d_o=d_o, dhT=dhT, wanted=list(wanted)
-    )  # fmt: skip
+    found = run_operator("backward", **call.named(), **kept, h_every=h_every, d_o=d_o, dhT=dhT, wanted=list(wanted))
     grads = [x if w and leaf is not None else None for x, w, leaf in zip(found, wanted, call.leaves(), strict=True)]
     return [*map(_copied, into, grads), *grads[len(into) :]]
 
@@ -67,28 +70,54 @@ def seen_conv(
 ) -> Tensor:
     """The first result of :func:`autograd.run_conv`."""
     if not dispatched():
-        return autograd.run_conv(x, weight, bias, state, cu, silu, False, None)[0]
+        return autograd.run_conv(x, weight, bias, state, cu, silu)[0]
     y, _ = run_operator(
-        "conv", x=x, weight=weight, bias=bias, initial_state=state, cu_seqlens=cu, silu=silu, final_state=False,
+        "conv",
+        x=x,
+        weight=weight,
+        bias=bias,
+        initial_state=state,
+        cu_seqlens=cu,
+        silu=silu,
+        final_state=False,
         impl=None,
-    )  # fmt: skip
+    )
     return y  # type: ignore[no-any-return]
 
 
 def seen_conv_backward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None, silu: bool, dy: Tensor,
-    d_last: Tensor | None, *, wanted: Sequence[bool], into: Tensor | None = None, more: Sequence[Tensor | None] = (),
-) -> list[Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    cu: Tensor | None,
+    silu: bool,
+    dy: Tensor,
+    d_last: Tensor | None,
+    *,
+    wanted: Sequence[bool],
+    into: Tensor | None = None,
+    more: Sequence[Tensor | None] = (),
+) -> list[Tensor | None]:
     """:func:`autograd.run_conv_backward`."""
     if not dispatched():
         return autograd.run_conv_backward(
             x, weight, bias, state, cu, silu, dy, d_last, wanted=wanted, into=into, more=more
-        )  # fmt: skip
+        )
     need = [wanted[0] or into is not None, *wanted[1:]]
     found = run_operator(
-        "conv_backward", x=x, weight=weight, bias=bias, initial_state=state, cu_seqlens=cu, silu=silu, dy=dy,
-        d_final_state=d_last, wanted=need, **dict(zip(_MORE, more, strict=False)),
-    )  # fmt: skip
+        "conv_backward",
+        x=x,
+        weight=weight,
+        bias=bias,
+        initial_state=state,
+        cu_seqlens=cu,
+        silu=silu,
+        dy=dy,
+        d_final_state=d_last,
+        wanted=need,
+        **dict(zip(_MORE, more, strict=False)),
+    )
     grads = [d if w and t is not None else None for d, w, t in zip(found, need, (x, weight, bias, state), strict=True)]
     return grads if into is None else [_copied(into, grads[0]), *grads[1:]]
 
@@ -99,9 +128,7 @@ def seen_gate_backward(
     """:func:`autograd.run_gate_backward`."""
     if not dispatched():
         return autograd.run_gate_backward(x, A_log, dt_bias, dg, form, lower_bound)
-    found = run_operator(
-        "gate_backward", x=x, A_log=A_log, dt_bias=dt_bias, dg=dg, form=form, lower_bound=lower_bound
-    )  # fmt: skip
+    found = run_operator("gate_backward", x=x, A_log=A_log, dt_bias=dt_bias, dg=dg, form=form, lower_bound=lower_bound)
     return tuple(d if t is not None else None for d, t in zip(found, (x, A_log, dt_bias), strict=True))
 
 
@@ -113,7 +140,7 @@ def seen_norm_gate_backward(
         return autograd.run_norm_gate_backward(x, gate, weight, dy, eps, form, wanted)
     found = run_operator(
         "norm_gate_backward", x=x, gate=gate, weight=weight, dy=dy, eps=eps, activation=form, wanted=list(wanted)
-    )  # fmt: skip
+    )
     return [d if w and t is not None else None for d, w, t in zip(found, wanted, (x, gate, weight), strict=True)]
 
 
@@ -126,14 +153,14 @@ def _copied(into: Tensor, x: Tensor | None) -> Tensor:
 
 
 def eager_forward(
-    call: TrainingCall, output_final_state: bool, h_every: int, recurrent: bool, impl: str | None
+    call: TrainingCall, output_final_state: bool, h_every: int, *, recurrent: bool, impl: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """Returns (o, hT), with gradients if ``h_every`` is not 0."""
     o: Tensor
     if h_every or needs_function(call.leaves()):
         o, hT = apply(KDAFunction, *call, output_final_state, h_every, recurrent, impl)
         return o, hT
-    o, hT, _ = autograd.run_forward(call, output_final_state, h_every, recurrent, impl)
+    o, hT, _ = autograd.run_forward(call, output_final_state, h_every, recurrent=recurrent, impl=impl)
     return o, hT
 
 
@@ -147,7 +174,7 @@ class KDAFunction(torch.autograd.Function):
         """``given``: a :class:`TrainingCall`, then what :func:`autograd.run_forward` takes with it."""
         *call_of, final_state, h_every, recurrent, impl = given
         call = TrainingCall._make(call_of)
-        o, hT, saved = autograd.run_forward(call, final_state, h_every, recurrent, impl)
+        o, hT, saved = autograd.run_forward(call, final_state, h_every, recurrent=recurrent, impl=impl)
         if h_every:
             ctx.save_for_backward(*call.leaves(), call.cu, *saved)
             ctx.options, ctx.h_every = call.options, h_every
@@ -170,13 +197,17 @@ class GateFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, form: int, lower_bound: float,
-        dtype: torch.dtype, impl: str | None,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        form: int,
+        lower_bound: float,
+        dtype: torch.dtype,
+        impl: str | None,
+    ) -> Tensor:
         g = torch.empty(x.shape, dtype=dtype, device=x.device)
-        library().gate(
-            x=x, A_log=A_log, dt_bias=dt_bias, g=g, gate_form=form, lower_bound=lower_bound, impl=impl
-        )  # fmt: skip
+        library().gate(x=x, A_log=A_log, dt_bias=dt_bias, g=g, gate_form=form, lower_bound=lower_bound, impl=impl)
         ctx.save_for_backward(x, A_log, dt_bias)
         ctx.form, ctx.lower_bound, ctx.autocast = form, lower_bound, autocast_state()
         return g
@@ -193,9 +224,15 @@ class ConvFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, cu: Tensor | None,
-        how: tuple[bool, bool, str | None], *more: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: Tensor | None,
+        cu: Tensor | None,
+        how: tuple[bool, bool, str | None],
+        *more: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         """``how``: silu, final_state and impl of :func:`autograd.run_conv`."""
         ctx.save_for_backward(x, weight, bias, state, *more, cu)
         ctx.silu, final_state, impl = how

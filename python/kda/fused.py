@@ -24,12 +24,21 @@ _TAKES = Takes(
     {"use_qk_l2norm_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first"},
     {"eps", "lower_bound", "scale"},
     {
-        "conv.x": "x", "conv.weight": "conv_weight", "conv.bias": "conv_bias", "conv.state": "conv_state",
-        "conv.indices": "conv_indices", "norm.gate": "gate", "norm.weight": "norm_weight", "norm.eps": "eps",
-        "norm.activation": "activation", "h0": "state", "hT": "state", "o": "out",
+        "conv.x": "x",
+        "conv.weight": "conv_weight",
+        "conv.bias": "conv_bias",
+        "conv.state": "conv_state",
+        "conv.indices": "conv_indices",
+        "norm.gate": "gate",
+        "norm.weight": "norm_weight",
+        "norm.eps": "eps",
+        "norm.activation": "activation",
+        "h0": "state",
+        "hT": "state",
+        "o": "out",
     },
     None,
-)  # fmt: skip
+)
 
 
 def fused_decode(
@@ -113,10 +122,8 @@ def fused_decode(
             V = shape_of("state", state, 4)[2 if state_v_first else 3]
             out = new_like(x, (*shape_of("g", g, 4)[:3], V))
         A_log, dt_bias = gate_parameters(A_log, dt_bias, g, g)
-        options = make_options(
-            A_log, scale, lower_bound, use_qk_l2norm_in_kernel, True, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-            state_v_first,
-        )  # fmt: skip
+        in_kernel = (use_qk_l2norm_in_kernel, True, use_beta_sigmoid_in_kernel)
+        options = make_options(A_log, scale, lower_bound, in_kernel, allow_neg_eigval, state_v_first)
         if conv_indices is None:
             conv_indices = state_indices
         conv = (x, conv_weight, conv_bias, conv_state, conv_indices)
@@ -124,25 +131,35 @@ def fused_decode(
         if (compiling() or modes() or recording()) and dispatched():
             from .call.graph import run_operator
 
-            run_operator(
-                "decode_mtp", q=None, k=None, v=None, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias,
-                cu_seqlens=cu_seqlens, options=options, state=state, state_indices=state_indices,
-                has_initial_state=None, first_valid_slot=first_valid_slot, out=out, impl=impl, num_threads=num_threads,
-                conv=conv, snapshots=None, snapshot_slots=None, accepted=None, update_state=True, norm=norm,
-            )  # fmt: skip
+            inputs = {"q": None, "k": None, "v": None, "g": g, "beta": beta, "A_log": A_log, "dt_bias": dt_bias}
+            slots = {"state_indices": state_indices, "has_initial_state": None, "first_valid_slot": first_valid_slot}
+            drafts = {"snapshots": None, "snapshot_slots": None, "accepted": None, "update_state": True}
+            how = {"cu_seqlens": cu_seqlens, "options": options, "impl": impl, "num_threads": num_threads}
+            parts = {"state": state, "out": out, "conv": conv, "norm": norm}
+            run_operator("decode_mtp", **inputs, **slots, **drafts, **how, **parts)
             return out
-        check_serving(
-            WITH_GRADIENTS,
-            (
-                x, conv_weight, conv_bias, conv_state, g, beta, A_log, dt_bias, state, gate, norm_weight, out,
-                state_indices, conv_indices, cu_seqlens,
-            ),
-        )  # fmt: skip
+        arrays = (*conv, g, beta, A_log, dt_bias, state, gate, norm_weight, out, state_indices, cu_seqlens)
+        check_serving(WITH_GRADIENTS, arrays)
         library().decode(
-            None, None, None, g, beta, A_log, dt_bias, cu_seqlens, options=options, h0=state, hT=True,
-            state_indices=state_indices, first_valid_slot=first_valid_slot, o=out, impl=impl, num_threads=num_threads,
-            conv=conv, norm=norm,
-        )  # fmt: skip
+            None,
+            None,
+            None,
+            g,
+            beta,
+            A_log,
+            dt_bias,
+            cu_seqlens,
+            options=options,
+            h0=state,
+            hT=True,
+            state_indices=state_indices,
+            first_valid_slot=first_valid_slot,
+            o=out,
+            impl=impl,
+            num_threads=num_threads,
+            conv=conv,
+            norm=norm,
+        )
         mark_written(state, conv_state, out)
         return out
     except Exception as error:

@@ -57,9 +57,7 @@ def fused_kda_gate(
             if output_dtype is not None:
                 blame = f"output_dtype: expected one that NumPy has, got {output_dtype}"
             y = new_like(x, tuple(x.shape), "float32" if output_dtype is None else output_dtype, blame)
-            library().gate(
-                x=x, A_log=A_log, dt_bias=dt_bias, g=y, gate_form=form, lower_bound=bound, impl=impl
-            )  # fmt: skip
+            library().gate(x=x, A_log=A_log, dt_bias=dt_bias, g=y, gate_form=form, lower_bound=bound, impl=impl)
             return without_views(y.reshape(g.shape))
         dtype = torch.float32 if output_dtype is None else output_dtype
         x, A_log, dt_bias = dense_last(g.reshape(-1, HV, K)), dense_last(single(A_log)), dense_last(single(dt_bias))

@@ -114,16 +114,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "flush": speculation.flush_kvbuffer,
     "flush_verify": speculation.flush_verify_kvbuffer,
 }
-_INPUTS = (
-    "q", "k", "v", "g", "beta", "state", "out", "conv", "A_log", "dt_bias", "scale", "lower_bound",
-    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
-)  # fmt: skip
-
-_TRAINING = (
-    "q", "k", "v", "g", "beta", "A_log", "dt_bias", "scale", "initial_state", "lower_bound", "use_qk_l2norm_in_kernel",
-    "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "state_v_first",
-    "cu_seqlens", "safe_gate",
-)  # fmt: skip
+_TENSORS = ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+_GATE = ("A_log", "dt_bias", "lower_bound")
+_IN_KERNEL = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
 
 
 def explain_call(op: str, keywords: dict[str, Any]) -> str:
@@ -155,7 +148,9 @@ def explain_backward(keywords: dict[str, Any]) -> str:
     if a["cp_context"] is not None:
         raise ValueError("cp_context: expected None, as each rank chooses for its own window, got a context")
     try:
-        call = training_call(**{name: a[name] for name in _TRAINING})
+        tensors, gate, in_kernel = (tuple(map(a.__getitem__, names)) for names in (_TENSORS, _GATE, _IN_KERNEL))
+        form = (a["allow_neg_eigval"], a["state_v_first"], a["safe_gate"])
+        call = training_call(tensors, gate, a["scale"], in_kernel, *form)
         K, h_every = call.q.shape[3], 1 if a["disable_recompute"] else H_EVERY
         kinds = autograd.saved_kinds(call.v, K, call.cu, call.options, h_every)
         saved = [call.v.new_empty(shape, dtype=dtype) for shape, dtype in kinds]
@@ -178,22 +173,21 @@ def _operands(op: str, a: dict[str, Any]) -> dict[str, Any]:
         "decode": ("cu_seqlens", "has_initial_state", "conv", "snapshots", "snapshot_slots", "accepted"),
         "verify": ("cu_seqlens", "has_initial_state", "conv", "records", "parents"),
         "flush": ("state", "records", "accept_len", "parents", "conv_x", "conv_state", "conv_indices"),
-        "flush_verify": (
-            "cu_seqlens", "conv", "last", "accept_len", "last_parents", "last_conv_x", "records", "parents",
-            "max_tokens",
-        ),
-    }[op]  # fmt: skip
+        "flush_verify": ("cu_seqlens", "conv", "last", "last_parents", "last_conv_x", "records", "parents"),
+    }[op]
+    kept += ("accept_len", "max_tokens") if op == "flush_verify" else ()
     found = {name: a[name] for name in (*shared, *kept)}
     if op == "flush":
         check_kind("records", a["records"], Records, optional=False)
         return {**found, "state_layout": int(not a["state_v_first"])}
-    A, bias, options, out = speculation.prepare(**{name: a[name] for name in _INPUTS})
+    tensors, gate, in_kernel = (tuple(map(a.__getitem__, n)) for n in ((*_TENSORS[:5], "state"), _GATE, _IN_KERNEL))
+    form = (a["scale"], in_kernel, a["allow_neg_eigval"], a["state_v_first"])
+    A, bias, options, out = speculation.prepare(tensors, a["out"], a["conv"], gate, *form)
     for name in ("last", "records"):
         if name in kept:
             check_kind(name, a[name], Records, optional=name == "last" or op == "verify")
     state = a["state"]
     written = {"decode": state if a.get("update_state") else None, "flush_verify": state}.get(op)
     inputs = {**{name: a[name] for name in ("q", "k", "v", "g", "beta")}, "A_log": A, "dt_bias": bias}
-    return {
-        **inputs, **found, "options": options, "h0": state, "hT": written, "o": out, "norm": norm_fields(a["norm"])
-    }  # fmt: skip
+    states = {"h0": state, "hT": written, "o": out, "norm": norm_fields(a["norm"])}
+    return {**inputs, **found, **states, "options": options}

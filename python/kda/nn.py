@@ -18,28 +18,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .call.tracing import compiling, is_true
-from .layer import front, rates, training
+from .arguments import Conv
+from .call.options import ALL_IN_KERNEL, Options, make_options
+from .call.tracing import compiled_for_others, compiling, is_true, makes_graph
+from .layer import parts, plans, training
+from .layer.bypass import are_own
 from .layer.cache import KDACache
 from .layer.checkpoints import from_published, own_names, to_published
-from .layer.convolution import ShortConvolution, causal_conv_silu, queries_keys_values, run_drafts
-from .layer.draft_cache import DraftCache, _leaves_graph, as_cache, find_cache, look_up_outside, write_outside
-from .layer.foreign_caches import write_foreign
-from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_sizes  # noqa: F401
+from .layer.convolution import ShortConvolution, causal_conv_silu, convolved
+from .layer.draft_cache import DraftCache
+from .layer.foreign_caches import ForeignCache, Form, find_foreign, read_foreign, write_foreign
+from .layer.keywords import IGNORED_KEYWORDS, check_keywords, check_window  # noqa: F401
 from .layer.norm import RMSNormGated, normed
 from .layer.packing import find_layout
-from .layer.parts import check_window, new_cache, pack_weights, sizes_of
-from .layer.plans import local, mesh_of_plan
+from .layer.parts import Rows, heads_of
 from .layer.products import Places, unpack
+from .layer.projections import joint_linear
 from .layer.recompute import old_state
-from .layer.step import StepWeights, is_one_call, one_call, quick_step
+from .layer.step import Settings, StepWeights, is_one_call, may_be_quick, one_call, quick_step, weights_of
 from .serving import decode, prefill
 from .training import chunk_kda, fused_recurrent_kda
 
 __all__ = [
-    "DraftCache", "KDACache", "KimiDeltaAttention", "RMSNormGated", "ShortConvolution", "causal_conv_silu",
-    "from_published", "to_published",
-]  # fmt: skip
+    "DraftCache",
+    "KDACache",
+    "KimiDeltaAttention",
+    "RMSNormGated",
+    "ShortConvolution",
+    "causal_conv_silu",
+    "from_published",
+    "to_published",
+]
 
 # Without gradients, calls of up to this many tokens use the token recurrence, longer ones the chunks.
 DECODE_TOKENS = 8
@@ -99,7 +108,6 @@ class KimiDeltaAttention(nn.Module):
     """
 
     step_weights: StepWeights | None = None  # made by a decode step, for the next ones
-    _leaves_graph = _leaves_graph
 
     def __init__(
         self,
@@ -135,7 +143,7 @@ class KimiDeltaAttention(nn.Module):
         self.fuse_projections = fuse_projections
         self.use_short_conv, self.conv_size = use_short_conv, conv_size
         self.allow_neg_eigval, self.safe_gate, self.lower_bound = allow_neg_eigval, safe_gate, lower_bound
-        check_sizes(self, head_dim, expand_v)
+        self._check_sizes(head_dim, expand_v)
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
 
@@ -155,7 +163,7 @@ class KimiDeltaAttention(nn.Module):
             self.k_conv1d = ShortConvolution(self.key_dim, conv_size, conv_bias, **factory)
             self.v_conv1d = ShortConvolution(self.value_dim, conv_size, conv_bias, **factory)
         gate_dim = self.num_v_heads * head_dim
-        self.f_proj = projection(gate_dim, use_full_rank_decay, False)
+        self.f_proj = projection(gate_dim, use_full_rank_decay, bias=False)
         self.b_proj = linear(hidden_size, self.num_v_heads)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32, device=device))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim, dtype=torch.float32, device=device))
@@ -167,12 +175,28 @@ class KimiDeltaAttention(nn.Module):
         self.reset_parameters()
         self.pack_weights()
 
+    def _check_sizes(self, head_dim: int, expand_v: float) -> None:
+        if self.mode not in ("chunk", "fused_recurrent"):
+            raise ValueError(f"mode: expected 'chunk' or 'fused_recurrent', got {self.mode!r}")
+        if self.disable_recompute and self.mode != "chunk":
+            raise ValueError(f"disable_recompute: expected mode='chunk' with it, got {self.mode!r}")
+        if not math.isclose(head_dim * expand_v, self.head_v_dim, rel_tol=1e-5):
+            raise ValueError(f"expand_v: expected a whole number of value channels, got {head_dim} * {expand_v}")
+        if self.num_v_heads < 1 or self.num_v_heads % self.num_heads:
+            raise ValueError(
+                f"num_v_heads: expected a multiple of num_heads = {self.num_heads}, got {self.num_v_heads}"
+            )
+        if self.use_short_conv and self.conv_size not in (1, 2, 3, 4):
+            raise ValueError(f"conv_size: expected 1..4, got {self.conv_size}")
+        if self.safe_gate and (self.lower_bound is None or not -5 <= self.lower_bound < 0):
+            raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate, got {self.lower_bound}")
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialises the gate: ``exp(A_log)`` from U(1, 16), ``softplus(dt_bias)`` log-uniform in [0.001, 0.1]. The
         modules inside initialise themselves. Parameters that transformers marks as loaded (``_is_hf_initialized``)
         keep their values."""
-        rates.mark(self)
+        parts.mark_rates(self)
         loaded = [getattr(parameter, "_is_hf_initialized", False) for parameter in (self.A_log, self.dt_bias)]
         if not loaded[0] and self.safe_gate:
             self.A_log.zero_()
@@ -185,11 +209,11 @@ class KimiDeltaAttention(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Marks the parameters again: ``to_empty`` and moves off the meta device replace them and lose the marks."""
         places = Places(self)
-        module = super()._apply(rates.without_narrowing(self, fn), recurse)  # type: ignore[no-untyped-call]
-        rates.mark(self)
+        module = super()._apply(parts.without_narrowing(self, fn), recurse)  # type: ignore[no-untyped-call]
+        parts.mark_rates(self)
         self.step_weights = None
         if self.fuse_projections:
-            pack_weights(self, places.still(self))
+            parts.pack_weights(self._modules, places.still(self))
         return module
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,7 +224,7 @@ class KimiDeltaAttention(nn.Module):
         super().__setstate__(state)
         self.step_weights = None
         if self.fuse_projections:  # copy.deepcopy copies each weight by itself, copy.copy none
-            pack_weights(self, () if places is None else places.addresses.values())
+            parts.pack_weights(self._modules, () if places is None else places.addresses.values())
 
     def pack_weights(self) -> None:
         """Puts the weights of the projections side by side, and those of the convolutions, if ``fuse_projections``;
@@ -211,7 +235,7 @@ class KimiDeltaAttention(nn.Module):
         or part of a larger tensor stays, as does all that a conversion to the same dtype and device leaves."""
         self.step_weights = None
         if self.fuse_projections:
-            pack_weights(self)
+            parts.pack_weights(self._modules)
         else:
             unpack(self.parameters())
 
@@ -220,7 +244,7 @@ class KimiDeltaAttention(nn.Module):
         self.step_weights = None
         given = {name: state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
         given = {name[len(prefix) :]: x for name, x in given.items()}
-        own = own_names(given, sizes_of(self), self.num_v_heads)
+        own = own_names(given, self._sizes(), self.num_v_heads)
         low_rank = given.get("g_b_proj.weight")
         if low_rank is not None and "1.bias" in self.g_proj.state_dict():  # zeros give the same layer
             own.setdefault("g_proj.1.bias", low_rank.new_zeros(low_rank.shape[0]))
@@ -234,7 +258,21 @@ class KimiDeltaAttention(nn.Module):
         those of the parameters. These may tell nothing: an offloader keeps them on ``meta``, and quantised parts have
         none. Then give the device and dtype, or the hidden_states as ``like``. Weights of real numbers have
         precedence over the dtype of ``like``. The recurrent state is float32, or float64 if the dtype is."""
-        return new_cache(self, batch_size, device, dtype, like)
+        if dtype not in (None, torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            raise ValueError(f"dtype: expected bfloat16, float16, float32 or float64, got {dtype}")
+        ranks = plans.ranks_of(self._mesh())
+        if device is None:
+            device = self.A_log.device if like is None else like.device
+        inputs, dtype_of = None if like is None else like.dtype, parts.dtype_of
+        narrow = dtype or dtype_of(self.o_proj) or inputs or dtype_of(self.o_norm) or self.A_log.dtype
+        shape = batch_size, self.num_v_heads // ranks, self.head_v_dim, self.head_k_dim
+        state = torch.zeros(shape, dtype=torch.promote_types(torch.float32, narrow), device=device)
+        if not self.use_short_conv:
+            return KDACache(None, state)
+        narrow = dtype or dtype_of(self.q_conv1d) or inputs or narrow
+        # Channels lie side by side: the GPU reads whole lines.
+        size = batch_size, self.conv_size - 1, sum(self._sizes()) // ranks
+        return KDACache(torch.zeros(size, dtype=narrow, device=device).transpose(1, 2), state)
 
     def forward(
         self,
@@ -308,62 +346,58 @@ class KimiDeltaAttention(nn.Module):
         rows_alone = rows_alone and seq_idx is None and position_ids is None and attention_mask is None
         if rows_alone and held is not None and cp_context is None and not compiling() and T == 1:
             found = held.get(self.layer_idx) if type(held) is dict else held
-            if (o := quick_step(self, hidden_states, found)) is not None:
+            if (o := self._quick_step(hidden_states, found)) is not None:
                 return o, None, held
-        offsets = {
-            "cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k,
-            "cu_seqlens_cpu": cu_seqlens_cpu,
-        }  # fmt: skip
+        offsets = {"cu_seqlens": cu_seqlens, "cu_seq_lens_q": cu_seq_lens_q, "cu_seq_lens_k": cu_seq_lens_k}
+        offsets["cu_seqlens_cpu"] = cu_seqlens_cpu
         if cp_context is not None:
-            cp_context = check_window(self, hidden_states, cp_context, held, use_cache)
+            cp_context = check_window(cp_context, hidden_states, held, use_cache, self.mode)
             offsets = {"cp_context": cp_context.cu_seqlens, **offsets}
         cu, kept, real = find_layout(hidden_states, offsets, seq_idx, position_ids, attention_mask)
         N = B if cu is None else cu.shape[0] - 1
         if out := compiling() and not isinstance(held, KDACache | DraftCache | None) and self._leaves_graph():
-            found, foreign = as_cache(*look_up_outside(self, held, bool(use_cache), N, hidden_states))
+            found, foreign = self._look_up_outside(held, bool(use_cache), N, hidden_states)
+            found = KDACache.of(*found) if isinstance(found, tuple) else found
         else:
-            held, found, foreign = find_cache(self, held, bool(use_cache), N, hidden_states)
+            held, found, foreign = self._find_cache(held, bool(use_cache), N, hidden_states)
         x = hidden_states if cu is None or is_true(B == 1) else hidden_states.reshape(1, B * T, self.hidden_size)
         if kept is not None:
             x = x[:, kept]
         if real is not None:  # padding may hold anything, and 0 * NaN would reach gradients
             x = x.masked_fill(~real[:, None], 0)
-        whole = training.train(self, x, cu) if found is None and cp_context is None else None
-        o = self._run(x, found, cu, cp_context, T) if whole is None else normed(self, *whole)
+        whole = self._train(x, cu) if found is None and cp_context is None else None
+        o = self._run(x, found, cu, cp_context, T) if whole is None else normed(self.o_norm, self._mesh(), *whole)
         if foreign is not None and isinstance(found, KDACache):
-            (write_outside if out else write_foreign)(foreign, found.conv, found.state, T)
-        o = self.o_proj(o.flatten(2)) if whole is None else training.project(self, o.flatten(2))
+            (_write_outside if out else write_foreign)(foreign, found.conv, found.state, T)
+        o = self.o_proj(o.flatten(2)) if whole is None else training.project(self.o_proj, o.flatten(2))
         if kept is not None:
             o = o.new_zeros(B * T, self.hidden_size).index_copy(0, kept, o[0])
         if x is not hidden_states:  # otherwise o would become a view, and FSDP warns of those
             o = o.reshape(B, T, self.hidden_size)
         return o, None, held
 
-    def _run(
-        self, x: Tensor, cache: KDACache | DraftCache | None, cu: Tensor | None, cp_context: Any, T: int
-    ) -> Tensor:
-        """Returns the outputs after the norm, ``[B, T, HV, V]``."""
-        rows, g, beta, gate = front.project(self, x)
-        if isinstance(cache, DraftCache):
-            if cu is not None or torch.is_grad_enabled():
-                raise ValueError(
-                    "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
-                )
-            o = run_drafts(self, rows, g, beta, cache)
-        elif (
-            cache is not None and is_true(T <= DECODE_TOKENS) and isinstance(rows, Tensor) and is_one_call(self, cache)
-        ):
-            return one_call(self, rows, g, beta, gate, cache, cu)
-        else:
-            qkv = queries_keys_values(self, rows, cache, cu, cp_context)
-            o = self._attend((*qkv, g, beta), cache, cu, cp_context, T)
-        return normed(self, o, gate)
+    # ---- what forward reads of the layer: its modules may be replaced, hooked or distributed at any time ----
+
+    def _sizes(self) -> list[int]:
+        """The channels of q, k and v."""
+        return [self.key_dim, self.key_dim, self.value_dim]
+
+    def _mesh(self) -> Any:
+        """The mesh whose ranks share the heads by a plan (:mod:`kda.layer.plans`), or None."""
+        q_proj: Any = self._modules["q_proj"]
+        distributed = hasattr(getattr(q_proj, "weight", None), "to_local")  # quantised maps have no weight
+        return plans.mesh_of_plan(self._modules, self.A_log) if distributed else None
+
+    def _joint_maps(self, x: Tensor) -> list[nn.Linear] | None:
+        """The maps of x that run as one product, or None."""
+        return parts.joint_maps(self._modules, self._sizes(), x) if self.fuse_projections else None
 
     def _options(self) -> dict[str, Any]:
-        mesh, A_log, dt_bias = mesh_of_plan(self), self.A_log, self.dt_bias  # once: something may compute them
+        """Of the recurrence."""
+        mesh, A_log, dt_bias = self._mesh(), self.A_log, self.dt_bias  # once: something may compute them
         return {
-            "A_log": local(A_log.float() if A_log.dtype.itemsize < 4 else A_log, mesh),
-            "dt_bias": local(dt_bias.float() if dt_bias.dtype.itemsize < 4 else dt_bias, mesh),
+            "A_log": plans.local(A_log.float() if A_log.dtype.itemsize < 4 else A_log, mesh),
+            "dt_bias": plans.local(dt_bias.float() if dt_bias.dtype.itemsize < 4 else dt_bias, mesh),
             "use_qk_l2norm_in_kernel": True,
             "use_gate_in_kernel": True,
             "use_beta_sigmoid_in_kernel": True,
@@ -371,6 +405,67 @@ class KimiDeltaAttention(nn.Module):
             "lower_bound": self.lower_bound,
             "state_v_first": True,
         }
+
+    # ---- the way of a call: projections, convolution, recurrence, norm ----
+
+    def _run(
+        self, x: Tensor, cache: KDACache | DraftCache | None, cu: Tensor | None, cp_context: Any, T: int
+    ) -> Tensor:
+        """Returns the outputs after the norm, ``[B, T, HV, V]``."""
+        rows, g, beta, gate = self._project(x)
+        if isinstance(cache, DraftCache):
+            if cu is not None or torch.is_grad_enabled():
+                raise ValueError(
+                    "cache: expected no padding, no packed documents (cu_seqlens) and torch.no_grad() with a DraftCache"
+                )
+            o = self._run_drafts(rows, g, beta, cache)
+        elif (
+            cache is not None
+            and is_true(T <= DECODE_TOKENS)
+            and isinstance(rows, Tensor)
+            and is_one_call(self._modules, cache, self.conv_size)
+        ):
+            return one_call(self._modules, self._mesh(), (rows, g, beta, gate), cache, cu, self._options())
+        else:
+            o = self._attend((*self._convolve(rows, cache, cu, cp_context), g, beta), cache, cu, cp_context, T)
+        return normed(self.o_norm, self._mesh(), o, gate)
+
+    def _project(self, x: Tensor) -> tuple[Rows, Tensor, Tensor, Tensor]:
+        """Returns the rows of q, k and v; the decay's input, ``[B, T, HV, K]``; the logits of beta, ``[B, T, HV]``; the
+        gate's input, ``[B, T, HV, V]``."""
+        K, V = self.head_k_dim, self.head_v_dim
+        maps = self._joint_maps(x)
+        if maps is None:
+            rows = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+            self._check_ranks(rows[0])
+            return rows, heads_of(self.f_proj(x), K), self.b_proj(x), heads_of(self.g_proj(x), V)
+        weights: list[Any] = [m._parameters["weight"] for m in maps]
+        y = joint_linear(x, weights)
+        sizes = [sum(self._sizes()), *(w.shape[0] for w in weights[3:])]
+        raw, *firsts, _ = y.split_with_sizes([*sizes, y.shape[-1] - sum(sizes)], -1)
+        f_proj, g_proj = self._modules["f_proj"], self._modules["g_proj"]
+        shape = x.shape[0], x.shape[1]
+        gate = parts.second_half(g_proj, firsts[1], shape) if len(firsts) == 3 else self.g_proj(x)
+        return raw, heads_of(parts.second_half(f_proj, firsts[0], shape), K), firsts[-1], heads_of(gate, V)
+
+    def _check_ranks(self, q: Tensor) -> None:
+        ranks = plans.ranks_of(self._mesh())
+        if q.shape[-1] * ranks != self.key_dim:
+            wanted = "expected all heads of this layer, or a plan of kda.tp.HeadParallel or ColwiseParallel"
+            raise ValueError(f"q_proj: {wanted}, got {q.shape[-1]} of {self.key_dim} channels on each of {ranks} ranks")
+
+    def _convolve(
+        self, rows: Rows, cache: KDACache | None = None, cu: Tensor | None = None, cp: Any = None, drafts: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v, ``[B, T, H, K]`` twice and ``[B, T, HV, V]``: the rows after the convolutions and SiLU.
+        ``drafts``: they go on from the cache and leave it as it is."""
+        halo = None
+        if cp is not None and self.use_short_conv:
+            from .cp._halo import conv_halo
+
+            halo = conv_halo(parts.joined(rows), cp, self.conv_size)
+        q, k, v = convolved(self._modules, rows, self._sizes(), self._mesh(), cache, cu, halo, drafts=drafts)
+        return heads_of(q, self.head_k_dim), heads_of(k, self.head_k_dim), heads_of(v, self.head_v_dim)
 
     def _attend(
         self, inputs: tuple[Tensor, ...], cache: KDACache | None, cu_seqlens: Tensor | None, cp_context: Any, T: int
@@ -397,3 +492,109 @@ class KimiDeltaAttention(nn.Module):
             o, state = run(*inputs, **options, initial_state=old, output_final_state=True)
             cache.state.copy_(state.detach())
         return o
+
+    def _run_drafts(self, rows: Rows, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
+        """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution in the kernels where it can be."""
+        raw, held, options = parts.joined(rows), cache.cache, self._options()
+        if not self.use_short_conv or held.conv is None:
+            return cache.run(raw, None, (*self._convolve(rows), g, beta), **options)
+        if not parts.convolve_as_one(self._modules):  # what was accepted goes first: it moves the state of the modules
+            cache.flush()
+            return cache.run(raw, None, (*self._convolve(rows, held, drafts=True), g, beta), **options)
+        conv = Conv(raw, *parts.conv_parameters(self._modules, self._mesh()), held.conv)
+        return cache.run(raw, conv, (None, None, None, g, beta), **options)
+
+    def _train(self, x: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        """The outputs before the norm and the gate's input as one function of autograd; None where the parts have to
+        run one by one, or if nothing needs gradients, or torch makes a graph."""
+        if not torch.is_grad_enabled() or makes_graph() or self.mode != "chunk" or self.conv_size == 1:
+            return None
+        maps = self._joint_maps(x)
+        weights: Any = None if maps is None else training.weights_of(self._modules, maps)
+        if weights is None:
+            return None
+        H, HV, K, V = self.num_heads, self.num_v_heads, self.head_k_dim, self.head_v_dim
+        options = self._options()
+        A_log, dt_bias = options["A_log"], options["dt_bias"].view(HV, K)
+        form = make_options(A_log, None, self.lower_bound, ALL_IN_KERNEL, self.allow_neg_eigval, v_first=True)
+        p = training.Parameters(**weights, A_log=A_log, dt_bias=dt_bias)
+        return training.train(p, x, cu, (H, HV, K, V), Options(*form), self.disable_recompute)
+
+    # ---- a decode step with little else (:mod:`kda.layer.step`) ----
+
+    def _settings(self) -> tuple[Any, ...]:  # the fields of Settings: every step asks, and a tuple is faster to make
+        norm: Any = self._modules["o_norm"]
+        return self.lower_bound, self.allow_neg_eigval, norm.eps, norm.activation, self.fuse_projections
+
+    def _quick_step(self, x: Tensor, cache: Any) -> Tensor | None:
+        """The output for one token of each sequence, ``[B, 1, hidden_size]``; None if the general way has to run."""
+        if not may_be_quick(x, cache):
+            return None
+        weights = self.step_weights
+        if weights is None or not (weights.snapshot.holds(self) and weights.settings == self._settings()):
+            weights = self.step_weights = self._new_step_weights(x)
+        return None if weights is None else quick_step(weights, x, cache)
+
+    def _new_step_weights(self, x: Tensor) -> StepWeights | None:
+        if not are_own("norm", self._modules["o_norm"]) or not self._parameters.keys() >= {"A_log", "dt_bias"}:
+            return None  # first, because a layer of which it is true would come here in every step
+        maps = self._joint_maps(x)
+        if maps is None or self.conv_size == 1:
+            return None
+        heads = self.num_v_heads, self.head_k_dim, self.head_v_dim
+        return weights_of(self, maps, x, heads, Settings(*self._settings()))
+
+    # ---- caches ----
+
+    def _find_cache(
+        self, held: Any, use_cache: bool, N: int, x: Tensor
+    ) -> tuple[Any, KDACache | DraftCache | None, ForeignCache | None]:
+        """Returns what to pass back as past_key_values, this layer's cache for hidden_states x, and, if that cache
+        is another library's, where to write its numbers after the call."""
+        cache: KDACache | DraftCache | None
+        if held is None:
+            held = cache = self.new_cache(N, like=x) if use_cache else None
+        elif isinstance(held, KDACache | DraftCache):
+            cache = held
+        elif isinstance(held, MutableMapping):
+            if self.layer_idx is None:
+                raise ValueError("layer_idx: expected a number with a dict of caches, got None")
+            if use_cache and self.layer_idx not in held:
+                held[self.layer_idx] = self.new_cache(N, like=x)
+            cache = held.get(self.layer_idx)
+        else:
+            ranks = plans.ranks_of(self._mesh())
+            form = Form(self.layer_idx, [n // ranks for n in self._sizes()], self.conv_size * self.use_short_conv)
+            foreign = find_foreign(held, form)
+            return held, read_foreign(foreign, lambda: self.new_cache(N, like=x)), foreign
+        kept = cache.cache if isinstance(cache, DraftCache) else cache
+        if kept is not None and is_true(kept.state.shape[0] != N):
+            raise ValueError(f"cache: expected one for {N} sequences, got one for {kept.state.shape[0]}")
+        if kept is not None:
+            if kept.state.device != x.device:
+                wanted = f"expected one on {x.device} like hidden_states (new_cache has device=)"
+                raise ValueError(f"cache: {wanted}, got one on {kept.state.device}")
+            kept.check_first_run()
+        return held, cache, None
+
+    # In a model whose blocks are compiled one by one, the blocks share code, so the graph of the first one could serve
+    # all. But a graph that looks into a dict of caches holds the number of its layer: each block would get a graph of
+    # its own, and from the ninth on none at all (recompile_limit). So once a second block is compiled, its graph is
+    # left for the look-up, and those of all other blocks are the same.
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _leaves_graph(self) -> bool:
+        """A method, because then a graph runs it without holding the layer or its number."""
+        return compiled_for_others(self.layer_idx)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _look_up_outside(
+        self, held: Any, use_cache: bool, N: int, x: Tensor
+    ) -> tuple[tuple[Any, ...] | DraftCache | None, ForeignCache | None]:
+        """What :meth:`_find_cache` finds, a cache as its parts: if the graph had an object that is also in the dict
+        which it returns, it would be for this one alone."""
+        _, found, foreign = self._find_cache(held, use_cache, N, x)
+        return (found.conv, found.state, found.made_in) if isinstance(found, KDACache) else found, foreign
+
+
+_write_outside: Any = torch.compiler.disable(write_foreign)

@@ -109,9 +109,15 @@ def _of_another_rank(
     if gate is not None and tuple(gate.shape) != shape:
         raise ValueError(f"gate: expected shape {list(shape)} like x, got {list(gate.shape)}")
     y = norm_gate(
-        _four("x", x), None if gate is None else _four("gate", gate), weight, eps, activation,
-        None if out is None else _four("out", out, written=True), impl=impl, num_threads=num_threads,
-    )  # fmt: skip
+        _four("x", x),
+        None if gate is None else _four("gate", gate),
+        weight,
+        eps,
+        activation,
+        None if out is None else _four("out", out, written=True),
+        impl=impl,
+        num_threads=num_threads,
+    )
     return y.reshape(shape) if out is None else out
 
 

@@ -86,18 +86,36 @@ def fused_recurrent_kda_fwd(
         check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, initial_state, out))
     q, k, v, g, A_log, dt_bias = map(dense_last, (q, k, v, g, single(A_log), single(dt_bias)))
     options = {
-        "A_log": A_log, "dt_bias": dt_bias, "scale": scale, "lower_bound": lower_bound, "cu_seqlens": cu_seqlens,
-        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel, "use_gate_in_kernel": use_gate_in_kernel,
-        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel, "allow_neg_eigval": allow_neg_eigval,
-        "state_v_first": state_v_first, "out": out, "impl": impl,
-    }  # fmt: skip
+        "A_log": A_log,
+        "dt_bias": dt_bias,
+        "scale": scale,
+        "lower_bound": lower_bound,
+        "cu_seqlens": cu_seqlens,
+        "use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel,
+        "use_gate_in_kernel": use_gate_in_kernel,
+        "use_beta_sigmoid_in_kernel": use_beta_sigmoid_in_kernel,
+        "allow_neg_eigval": allow_neg_eigval,
+        "state_v_first": state_v_first,
+        "out": out,
+        "impl": impl,
+    }
     try:
         if many:
             accepted = None if num_accepted_tokens is None else num_accepted_tokens.int()
             out = decode_mtp(
-                q, k, v, g, beta, initial_state, state_indices=slots[:, 0].contiguous(), snapshots=initial_state,
-                snapshot_slots=slots, accepted=accepted, update_state=False, **options,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                g,
+                beta,
+                initial_state,
+                state_indices=slots[:, 0].contiguous(),
+                snapshots=initial_state,
+                snapshot_slots=slots,
+                accepted=accepted,
+                update_state=False,
+                **options,
+            )
             return out, initial_state
         if inplace_final_state:
             return decode(q, k, v, g, beta, initial_state, state_indices=slots, **options), initial_state

@@ -63,15 +63,11 @@ def segment_map(
     if (d_o is not None) != ("d" in want):
         raise ValueError(f"d_o: expected with d among what is wanted, and only then, got want={want!r}")
     A, bias = gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound, v, q)
-    options = make_options(
-        A, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first,
-    )  # fmt: skip
-    call = {
-        "q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A, "dt_bias": bias, "cu_seqlens": cu_seqlens,
-        "options": options, "d_o": d_o, "want_M": "M" in want, "want_b": "b" in want, "impl": impl,
-        "num_threads": num_threads,
-    }  # fmt: skip
+    in_kernel = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+    options = make_options(A, scale, lower_bound, in_kernel, allow_neg_eigval, state_v_first)
+    call = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A, "dt_bias": bias, "cu_seqlens": cu_seqlens}
+    call |= {"options": options, "d_o": d_o, "want_M": "M" in want, "want_b": "b" in want}
+    call |= {"impl": impl, "num_threads": num_threads}
     if dispatched():
         from .call.graph import run_operator
 
@@ -119,6 +115,6 @@ def segment_merge(
 
         return run_operator(
             "segment_merge", M=M, b=b, h0=h0, reverse=reverse, v_first=state_v_first, impl=impl, num_threads=num_threads
-        )  # fmt: skip
+        )
     check_serving(SEGMENTS_WITH_GRADIENTS, (M, b, h0))
     return run_segment_merge(M, b, h0, reverse, state_v_first, impl, num_threads)

@@ -113,44 +113,62 @@ def prefill(
         return on_stream(prefill, stream, without_stream(locals()))
     try:
         A, bias = gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound, v, q)
-        options = make_options(
-            A, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, state_v_first,
-        )  # fmt: skip
+        in_kernel = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+        options = make_options(A, scale, lower_bound, in_kernel, allow_neg_eigval, state_v_first)
         if out is None:
             out = new_like(v)
         every = checkpoint_every if checkpoints is not None else 0
         behind = None if norm is None else norm_fields(norm)
         if cp_context is not None or state_rank is not None:
-            inputs = (q, k, v, g, beta, A, bias)
+            given = (q, k, v, g, beta, A, bias)
             check_serving(WITH_GRADIENTS, (q, k, v, g, beta, A_log, dt_bias, state, out, *arrays_of(norm)))
             others = {"checkpoints": checkpoints, "out_state_indices": out_state_indices, "workspace": workspace}
             pool = (state, state_indices, has_initial_state, first_valid_slot, update_state, state_rank)
             rest = {"out": out, "norm": behind, "impl": impl, "num_threads": num_threads}
-            return _prefill_window(cp_context, inputs, cu_seqlens, options, pool, others, **rest)
+            return _prefill_window(cp_context, given, cu_seqlens, options, pool, others, **rest)
         if dispatched():
             from .call.graph import run_operator
 
             if workspace is not None and compiling():
                 raise ValueError("workspace: expected None under torch.compile, got an array")
-            run_operator(
-                "prefill", q=q, k=k, v=v, g=g, beta=beta, A_log=A, dt_bias=bias, cu_seqlens=cu_seqlens, options=options,
-                state=state, state_indices=state_indices, has_initial_state=has_initial_state,
-                first_valid_slot=first_valid_slot, out=out, checkpoints=checkpoints, checkpoint_slots=checkpoint_slots,
-                checkpoint_every=every, impl=impl, num_threads=num_threads, out_state_indices=out_state_indices,
-                update_state=update_state, checkpoint_offset=checkpoint_offset, norm=behind,
-            )  # fmt: skip
+            slots = {"state_indices": state_indices, "out_state_indices": out_state_indices}
+            slots |= {"has_initial_state": has_initial_state, "first_valid_slot": first_valid_slot}
+            kept = {"checkpoints": checkpoints, "checkpoint_slots": checkpoint_slots, "checkpoint_every": every}
+            kept["checkpoint_offset"] = checkpoint_offset
+            how = {"options": options, "norm": behind, "impl": impl, "num_threads": num_threads}
+            inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A, "dt_bias": bias}
+            states = {"state": state, "out": out, "update_state": update_state, "cu_seqlens": cu_seqlens}
+            run_operator("prefill", **inputs, **states, **slots, **kept, **how)
             return out
         arrays = (q, k, v, g, beta, A_log, dt_bias, state, checkpoints, out, workspace, *arrays_of(norm))
         indices = (cu_seqlens, state_indices, out_state_indices, has_initial_state, checkpoint_slots, checkpoint_offset)
         check_serving(WITH_GRADIENTS, (*arrays, *indices))
         library().forward(
-            q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, hT=state is not None and update_state,
-            state_indices=state_indices, has_initial_state=has_initial_state, first_valid_slot=first_valid_slot, o=out,
-            checkpoints=checkpoints, checkpoint_slots=checkpoint_slots, checkpoint_every=every, impl=impl,
-            num_threads=num_threads, workspace=workspace, out_state_indices=out_state_indices,
-            checkpoint_offset=checkpoint_offset, norm=behind,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A,
+            bias,
+            cu_seqlens,
+            options=options,
+            h0=state,
+            hT=state is not None and update_state,
+            state_indices=state_indices,
+            has_initial_state=has_initial_state,
+            first_valid_slot=first_valid_slot,
+            o=out,
+            checkpoints=checkpoints,
+            checkpoint_slots=checkpoint_slots,
+            checkpoint_every=every,
+            impl=impl,
+            num_threads=num_threads,
+            workspace=workspace,
+            out_state_indices=out_state_indices,
+            checkpoint_offset=checkpoint_offset,
+            norm=behind,
+        )
         mark_written(state if update_state else None, out, checkpoints, workspace)
         return out
     except Exception as error:
@@ -160,9 +178,14 @@ def prefill(
 
 
 def _prefill_window(
-    cp_context: Any, inputs: tuple[Any, ...], cu: Any, options: tuple[Any, ...], pool: tuple[Any, ...],
-    others: dict[str, Any], **rest: Any,
-) -> Any:  # fmt: skip
+    cp_context: Any,
+    inputs: tuple[Any, ...],
+    cu: Any,
+    options: tuple[Any, ...],
+    pool: tuple[Any, ...],
+    others: dict[str, Any],
+    **rest: Any,
+) -> Any:
     """:func:`prefill` of this rank's window."""
     if cp_context is None:
         raise ValueError("state_rank: expected None without cp_context, got a rank")
@@ -249,22 +272,20 @@ def decode(
         return on_stream(decode, stream, without_stream(locals()))
     try:
         A, bias = gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound, v, q)
-        options = make_options(
-            A, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-            allow_neg_eigval, state_v_first,
-        )  # fmt: skip
+        in_kernel = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+        options = make_options(A, scale, lower_bound, in_kernel, allow_neg_eigval, state_v_first)
         if out is None:
             out = new_like(v)
         behind = None if norm is None else norm_fields(norm)
         if (compiling() or modes() or recording()) and dispatched():  # the call itself is most of the cost
             from .call.graph import run_operator
 
-            run_operator(
-                "decode", q=q, k=k, v=v, g=g, beta=beta, A_log=A, dt_bias=bias, cu_seqlens=cu_seqlens, options=options,
-                state=state, state_indices=state_indices, has_initial_state=has_initial_state,
-                first_valid_slot=first_valid_slot, out=out, impl=impl, num_threads=num_threads,
-                out_state_indices=out_state_indices, update_state=update_state, norm=behind,
-            )  # fmt: skip
+            inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A, "dt_bias": bias}
+            slots = {"state_indices": state_indices, "out_state_indices": out_state_indices}
+            slots |= {"has_initial_state": has_initial_state, "first_valid_slot": first_valid_slot}
+            how = {"cu_seqlens": cu_seqlens, "options": options, "impl": impl, "num_threads": num_threads}
+            states = {"state": state, "out": out, "update_state": update_state, "norm": behind}
+            run_operator("decode", **inputs, **slots, **states, **how)
             return out
         indices = (state_indices, out_state_indices, has_initial_state, cu_seqlens)
         if type(q) is ndarray or not is_plain_step(q, k, v, g, beta, state, out, (A_log, dt_bias), indices=indices):
@@ -272,10 +293,26 @@ def decode(
         if norm is not None:
             check_serving(WITH_GRADIENTS, arrays_of(norm))
         library().decode(
-            q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, hT=state is not None and update_state,
-            state_indices=state_indices, has_initial_state=has_initial_state, first_valid_slot=first_valid_slot, o=out,
-            impl=impl, num_threads=num_threads, out_state_indices=out_state_indices, norm=behind,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A,
+            bias,
+            cu_seqlens,
+            options=options,
+            h0=state,
+            hT=state is not None and update_state,
+            state_indices=state_indices,
+            has_initial_state=has_initial_state,
+            first_valid_slot=first_valid_slot,
+            o=out,
+            impl=impl,
+            num_threads=num_threads,
+            out_state_indices=out_state_indices,
+            norm=behind,
+        )
         mark_step(state if update_state else None, out)
         return out
     except Exception as error:
@@ -312,10 +349,8 @@ def forward_arguments(
         raise TypeError(f"unexpected arguments {sorted(unknown)}")
     o = {**defaults, "state_v_first": True, **kwargs}
     A, bias = gate_of(o["use_gate_in_kernel"], o["A_log"], o["dt_bias"], o["lower_bound"], v, q)
-    options = make_options(
-        A, o["scale"], o["lower_bound"], o["use_qk_l2norm_in_kernel"], o["use_gate_in_kernel"],
-        o["use_beta_sigmoid_in_kernel"], o["allow_neg_eigval"], o["state_v_first"],
-    )  # fmt: skip
+    in_kernel = (o["use_qk_l2norm_in_kernel"], o["use_gate_in_kernel"], o["use_beta_sigmoid_in_kernel"])
+    options = make_options(A, o["scale"], o["lower_bound"], in_kernel, o["allow_neg_eigval"], o["state_v_first"])
     inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A, "dt_bias": bias, "cu_seqlens": o["cu_seqlens"]}
     states = {"h0": state, "hT": state if update else None, "o": new_like(v) if out is None else out}
     return {**inputs, "options": options, **states, **found}

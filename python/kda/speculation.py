@@ -32,19 +32,23 @@ def _value_size(v: Any, state: Any, out: Any, conv: Conv | None, v_first: bool) 
 
 
 def prepare(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, out: Any, conv: Conv | None, A_log: Any, dt_bias: Any,
-    scale: Any, lower_bound: Any, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, state_v_first: bool,
-) -> tuple[Any, Any, tuple[Any, ...], Any]:  # fmt: skip
-    """``A_log``, ``dt_bias`` and the options for the library, and ``out``."""
+    inputs: tuple[Any, ...],
+    out: Any,
+    conv: Conv | None,
+    gate: tuple[Any, Any, Any],
+    scale: Any,
+    in_kernel: tuple[bool, bool, bool],
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+) -> tuple[Any, Any, tuple[Any, ...], Any]:
+    """``A_log``, ``dt_bias`` and the options for the library, and ``out``. ``inputs`` end with the state; ``gate`` is
+    A_log, dt_bias and lower_bound."""
+    (q, k, v, g, beta, state), (A_log, dt_bias, lower_bound) = inputs, gate
     shape_of("g", g, 4)
     check_kind("conv", conv, Conv)
     V = _value_size(v, state, out, conv, state_v_first)
-    A, bias = gate_of(use_gate_in_kernel, A_log, dt_bias, lower_bound, g, g)
-    options = make_options(
-        A, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first,
-    )  # fmt: skip
+    A, bias = gate_of(in_kernel[1], A_log, dt_bias, lower_bound, g, g)
+    options = make_options(A, scale, lower_bound, in_kernel, allow_neg_eigval, state_v_first)
     if out is None:
         out = new_like(v) if conv is None else new_like(conv.x, (*g.shape[:3], V))
     if not compiling():
@@ -109,32 +113,47 @@ def decode_mtp(
     >>> float(pool.sum()), float(kept[0, 0].sum())
     (0.0, 4.0)
     """
-    A, bias, options, out = prepare(
-        q, k, v, g, beta, state, out=out, conv=conv, A_log=A_log, dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-    )  # fmt: skip
+    given, gate = (q, k, v, g, beta, state), (A_log, dt_bias, lower_bound)
+    in_kernel = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+    A, bias, options, out = prepare(given, out, conv, gate, scale, in_kernel, allow_neg_eigval, state_v_first)
     behind = norm_fields(norm)
     if dispatched():
         from .call.graph import run_operator
 
-        run_operator(
-            "decode_mtp", q=q, k=k, v=v, g=g, beta=beta, A_log=A, dt_bias=bias, cu_seqlens=cu_seqlens, options=options,
-            state=state, state_indices=state_indices, has_initial_state=has_initial_state,
-            first_valid_slot=first_valid_slot, out=out, impl=impl, num_threads=num_threads, conv=conv,
-            snapshots=snapshots, snapshot_slots=snapshot_slots, accepted=accepted, update_state=update_state,
-            norm=behind,
-        )  # fmt: skip
+        pool = {"state_indices": state_indices, "has_initial_state": has_initial_state}
+        pool |= {"first_valid_slot": first_valid_slot}
+        drafts = {"snapshots": snapshots, "snapshot_slots": snapshot_slots, "accepted": accepted, "conv": conv}
+        how = {"options": options, "norm": behind, "impl": impl, "num_threads": num_threads}
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A, "dt_bias": bias, "cu_seqlens": cu_seqlens}
+        states = {"state": state, "out": out, "update_state": update_state}
+        run_operator("decode_mtp", **inputs, **states, **pool, **drafts, **how)
         return out
     indices = (state_indices, has_initial_state, cu_seqlens, snapshot_slots, accepted)
     check_serving(WITH_GRADIENTS, (snapshots, *arrays_of(norm), *indices))
     library().decode(
-        q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, hT=state if update_state else None,
-        state_indices=state_indices, has_initial_state=has_initial_state, first_valid_slot=first_valid_slot, o=out,
-        impl=impl, num_threads=num_threads, conv=conv, snapshots=snapshots, snapshot_slots=snapshot_slots,
-        accepted=accepted, norm=behind,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A,
+        bias,
+        cu_seqlens,
+        options=options,
+        h0=state,
+        hT=state if update_state else None,
+        state_indices=state_indices,
+        has_initial_state=has_initial_state,
+        first_valid_slot=first_valid_slot,
+        o=out,
+        impl=impl,
+        num_threads=num_threads,
+        conv=conv,
+        snapshots=snapshots,
+        snapshot_slots=snapshot_slots,
+        accepted=accepted,
+        norm=behind,
+    )
     mark_written(out, snapshots, state if update_state else None, None if conv is None else conv.state)
     return out
 
@@ -192,41 +211,66 @@ def verify_kvbuffer(
     >>> float(pool.sum())
     4.0
     """
-    A, bias, options, out = prepare(
-        q, k, v, g, beta, state, out=out, conv=conv, A_log=A_log, dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-    )  # fmt: skip
+    given, gate = (q, k, v, g, beta, state), (A_log, dt_bias, lower_bound)
+    in_kernel = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+    A, bias, options, out = prepare(given, out, conv, gate, scale, in_kernel, allow_neg_eigval, state_v_first)
     check_kind("records", records, Records)
     behind = norm_fields(norm)
     if dispatched():
         from .call.graph import run_operator
 
-        run_operator(
-            "verify", q=q, k=k, v=v, g=g, beta=beta, A_log=A, dt_bias=bias, cu_seqlens=cu_seqlens, options=options,
-            state=state, state_indices=state_indices, has_initial_state=has_initial_state,
-            first_valid_slot=first_valid_slot, conv=conv, out=out, records=records, parents=parents, impl=impl,
-            num_threads=num_threads, norm=behind,
-        )  # fmt: skip
+        pool = {"state_indices": state_indices, "has_initial_state": has_initial_state}
+        pool |= {"first_valid_slot": first_valid_slot}
+        drafts = {"conv": conv, "records": records, "parents": parents, "norm": behind}
+        how = {"options": options, "impl": impl, "num_threads": num_threads}
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A, "dt_bias": bias, "cu_seqlens": cu_seqlens}
+        run_operator("verify", **inputs, state=state, out=out, **pool, **drafts, **how)
     else:
         indices = (state_indices, has_initial_state, cu_seqlens, parents)
         check_serving(WITH_GRADIENTS, (*(records or ()), *arrays_of(norm), *indices))
         library().verify(
-            q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, state_indices=state_indices,
-            has_initial_state=has_initial_state, first_valid_slot=first_valid_slot, conv=conv, o=out, records=records,
-            parents=parents, impl=impl, num_threads=num_threads, norm=behind,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A,
+            bias,
+            cu_seqlens,
+            options=options,
+            h0=state,
+            state_indices=state_indices,
+            has_initial_state=has_initial_state,
+            first_valid_slot=first_valid_slot,
+            conv=conv,
+            o=out,
+            records=records,
+            parents=parents,
+            impl=impl,
+            num_threads=num_threads,
+            norm=behind,
+        )
         mark_written(out, *((records.u, records.k, records.alpha) if records else ()))
     return out
 
 
 @in_sentences
 def flush_kvbuffer(
-    state: Any, records: Records, accept_len: Any, *, state_indices: Any = None, parents: Any = None,
-    conv_x: Any = None, conv_state: Any = None, conv_indices: Any = None, state_v_first: bool = True,
-    first_valid_slot: int = 0, impl: str | None = None, num_threads: int = 0, stream: object = None,
-) -> None:  # fmt: skip
+    state: Any,
+    records: Records,
+    accept_len: Any,
+    *,
+    state_indices: Any = None,
+    parents: Any = None,
+    conv_x: Any = None,
+    conv_state: Any = None,
+    conv_indices: Any = None,
+    state_v_first: bool = True,
+    first_valid_slot: int = 0,
+    impl: str | None = None,
+    num_threads: int = 0,
+    stream: object = None,
+) -> None:
     """Applies recorded tokens to ``state`` in place: a ring's committed entries, then the accepted drafts.
 
     Args:
@@ -260,19 +304,28 @@ def flush_kvbuffer(
     if dispatched():
         from .call.graph import run_operator
 
-        run_operator(
-            "flush", state=state, state_indices=state_indices, records=records, accept_len=accept_len, parents=parents,
-            conv_x=conv_x, conv_state=conv_state, conv_indices=conv_indices, state_layout=int(not state_v_first),
-            first_valid_slot=first_valid_slot, impl=impl, num_threads=num_threads,
-        )  # fmt: skip
+        drafts = {"records": records, "accept_len": accept_len, "parents": parents}
+        conv = {"conv_x": conv_x, "conv_state": conv_state, "conv_indices": conv_indices}
+        pool = {"state": state, "state_indices": state_indices, "first_valid_slot": first_valid_slot}
+        how = {"state_layout": int(not state_v_first), "impl": impl, "num_threads": num_threads}
+        run_operator("flush", **pool, **drafts, **conv, **how)
     else:
         indices = (state_indices, accept_len, parents, conv_indices)
         check_serving(WITH_GRADIENTS, (state, *records, conv_x, conv_state, *indices))
         library().flush(
-            state=state, state_indices=state_indices, records=records, accept_len=accept_len, parents=parents,
-            conv_x=conv_x, conv_state=conv_state, conv_indices=conv_indices, state_layout=int(not state_v_first),
-            first_valid_slot=first_valid_slot, impl=impl, num_threads=num_threads,
-        )  # fmt: skip
+            state=state,
+            state_indices=state_indices,
+            records=records,
+            accept_len=accept_len,
+            parents=parents,
+            conv_x=conv_x,
+            conv_state=conv_state,
+            conv_indices=conv_indices,
+            state_layout=int(not state_v_first),
+            first_valid_slot=first_valid_slot,
+            impl=impl,
+            num_threads=num_threads,
+        )
         mark_written(state, conv_state)
 
 
@@ -362,12 +415,9 @@ def flush_verify_kvbuffer(
     >>> float(pool[0, 0, 0, 0])
     0.25
     """
-    A, bias, options, out = prepare(
-        q, k, v, g, beta, state, out=out, conv=conv, A_log=A_log, dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, use_gate_in_kernel=use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first,
-    )  # fmt: skip
+    given, gate = (q, k, v, g, beta, state), (A_log, dt_bias, lower_bound)
+    in_kernel = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+    A, bias, options, out = prepare(given, out, conv, gate, scale, in_kernel, allow_neg_eigval, state_v_first)
     check_kind("last", last, Records)
     check_kind("records", records, Records, optional=False)
     if is_plain(accept_len):
@@ -377,21 +427,42 @@ def flush_verify_kvbuffer(
     if dispatched():
         from .call.graph import run_operator
 
-        run_operator(
-            "flush_verify", q=q, k=k, v=v, g=g, beta=beta, A_log=A, dt_bias=bias, cu_seqlens=cu_seqlens,
-            options=options, state=state, state_indices=state_indices, first_valid_slot=first_valid_slot, conv=conv,
-            out=out, last=last, accept_len=accept_len, last_parents=last_parents, last_conv_x=last_conv_x,
-            records=records, parents=parents, max_tokens=max_tokens, impl=impl, num_threads=num_threads, norm=behind,
-        )  # fmt: skip
+        before = {"last": last, "accept_len": accept_len, "last_parents": last_parents, "last_conv_x": last_conv_x}
+        drafts = {"conv": conv, "records": records, "parents": parents, "max_tokens": max_tokens, "norm": behind}
+        pool = {"state_indices": state_indices, "first_valid_slot": first_valid_slot}
+        how = {"options": options, "impl": impl, "num_threads": num_threads}
+        inputs = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "A_log": A, "dt_bias": bias, "cu_seqlens": cu_seqlens}
+        run_operator("flush_verify", **inputs, state=state, out=out, **pool, **before, **drafts, **how)
     else:
         indices = (state_indices, cu_seqlens, accept_len, parents, last_parents)
         check_serving(WITH_GRADIENTS, (*records, *(last or ()), last_conv_x, *arrays_of(norm), *indices))
         library().flush_verify(
-            q, k, v, g, beta, A, bias, cu_seqlens, options=options, h0=state, hT=state, state_indices=state_indices,
-            first_valid_slot=first_valid_slot, conv=conv, o=out, last=last, accept_len=accept_len,
-            last_parents=last_parents, last_conv_x=last_conv_x, records=records, parents=parents, max_tokens=max_tokens,
-            impl=impl, num_threads=num_threads, norm=behind,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A,
+            bias,
+            cu_seqlens,
+            options=options,
+            h0=state,
+            hT=state,
+            state_indices=state_indices,
+            first_valid_slot=first_valid_slot,
+            conv=conv,
+            o=out,
+            last=last,
+            accept_len=accept_len,
+            last_parents=last_parents,
+            last_conv_x=last_conv_x,
+            records=records,
+            parents=parents,
+            max_tokens=max_tokens,
+            impl=impl,
+            num_threads=num_threads,
+            norm=behind,
+        )
         written = records._replace(indices=None)
         mark_written(state, out, *written, None if conv is None else conv.state)
     return out

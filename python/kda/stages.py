@@ -34,14 +34,22 @@ from .call.dispatch import dispatched
 from .call.eager import check_serving, mark_written
 from .call.library import library
 from .call.options import CHUNK, STATE_K_FIRST, STATE_V_FIRST
+from .call.shared import STAGES, wide_name
 from .call.tracing import compiling
 
 _in_sentences = in_sentences_of(h0="initial_state", hT="output_final_state", dhT="d_final_state", dh0="d_final_state")
 
 
-def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | None, **tensors: Any) -> None:
+_NAMES = {stage: names.replace("?", "").replace("->", "").split() for stage, names in STAGES.items()}
+
+
+def _run(
+    stage: str, given: tuple[Any, ...], cu: Any, impl: str | None, *, scale: float | None = None, v_first: bool = False
+) -> None:
+    """``given``: the tensors in the order of the table."""
     if scale == 0:
         raise ValueError("scale: expected a number other than 0, got 0")
+    tensors = dict(zip(_NAMES[stage], given, strict=True))
     form = {"scale": 0.0 if scale is None else scale, "state_layout": STATE_V_FIRST if v_first else STATE_K_FIRST}
     if dispatched():
         from .call.graph import run_operator
@@ -57,10 +65,6 @@ def _run(stage: str, cu: Any, scale: float | None, v_first: bool, impl: str | No
             wanted = f"expected device {first.device} like the other tensors"
             raise ValueError(f"cu_seqlens: {wanted}, got {cu.device}") from None
         raise
-
-
-def _wide(x: Any) -> str:
-    return "float64" if str(x.dtype).endswith("float64") else "float32"
 
 
 def _gates(k: Any, HV: int) -> tuple[int, ...]:
@@ -82,7 +86,7 @@ def _states(G: Any, V: int, cu: Any, v_first: bool, a_chunk: bool = False) -> tu
 
 
 def _state_dtype(x: Any) -> str:
-    return "bfloat16" if str(x.dtype).endswith("bfloat16") else _wide(x)
+    return "bfloat16" if str(x.dtype).endswith("bfloat16") else wide_name(x)
 
 
 # ---- forward ----
@@ -101,16 +105,23 @@ def cumsum(g: Any, *, cu_seqlens: Any = None, impl: str | None = None) -> Any:
     [-160.0, -320.0]
     """
     shape_of("g", g, 4)
-    G = new_like(g, tuple(g.shape), _wide(g))
-    _run("cumsum", cu_seqlens, None, False, impl, g=g, G=G)
+    G = new_like(g, tuple(g.shape), wide_name(g))
+    _run("cumsum", (g, G), cu_seqlens, impl)
     return G
 
 
 @_in_sentences
 def chunk_intra(
-    q: Any, k: Any, v: Any, G: Any, beta: Any, scale: float | None = None, *, cu_seqlens: Any = None,
+    q: Any,
+    k: Any,
+    v: Any,
+    G: Any,
+    beta: Any,
+    scale: float | None = None,
+    *,
+    cu_seqlens: Any = None,
     impl: str | None = None,
-) -> tuple[Any, Any, Any, Any, Any, Any]:  # fmt: skip
+) -> tuple[Any, Any, Any, Any, Any, Any]:
     """``(w, u, qG, kg, Aqk, Akk_inv)``: scores, ``(I + Akk)^-1``, and what follows from it without a state.
 
     >>> import numpy as np
@@ -123,11 +134,8 @@ def chunk_intra(
     shape_of("k", k, 4)
     HV = shape_of("v", v, 4)[2]
     w, qG, kg = (new_like(k, _gates(k, HV)) for _ in range(3))
-    u, Aqk, Akk_inv = new_like(v), new_like(k, _scores(v)), new_like(v, _scores(v), _wide(v))
-    _run(
-        "chunk_intra", cu_seqlens, scale, False, impl, q=q, k=k, v=v, G=G, beta=beta, Aqk=Aqk, Akk_inv=Akk_inv, w=w,
-        u=u, qG=qG, kg=kg,
-    )  # fmt: skip
+    u, Aqk, Akk_inv = new_like(v), new_like(k, _scores(v)), new_like(v, _scores(v), wide_name(v))
+    _run("chunk_intra", (q, k, v, G, beta, Aqk, Akk_inv, w, u, qG, kg), cu_seqlens, impl, scale=scale)
     return w, u, qG, kg, Aqk, Akk_inv
 
 
@@ -141,40 +149,50 @@ def recompute_w_u(
     HV = shape_of("v", v, 4)[2]
     w, kg, u = new_like(k, _gates(k, HV)), new_like(k, _gates(k, HV)), new_like(v)
     qG = None if q is None else new_like(k, _gates(k, HV))
-    _run(
-        "recompute_w_u", cu_seqlens, None, False, impl, q=q, k=k, v=v, G=G, beta=beta, Akk_inv=Akk_inv, w=w, u=u,
-        qG=qG, kg=kg,
-    )  # fmt: skip
+    _run("recompute_w_u", (q, k, v, G, beta, Akk_inv, w, u, qG, kg), cu_seqlens, impl)
     return w, u, qG, kg
 
 
 @_in_sentences
 def delta_h(
-    kg: Any, w: Any, u: Any, G: Any, initial_state: Any = None, output_final_state: bool = False, *,
-    state_v_first: bool = False, cu_seqlens: Any = None, impl: str | None = None,
-) -> tuple[Any, Any, Any]:  # fmt: skip
+    kg: Any,
+    w: Any,
+    u: Any,
+    G: Any,
+    initial_state: Any = None,
+    output_final_state: bool = False,
+    *,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    impl: str | None = None,
+) -> tuple[Any, Any, Any]:
     """``(h, v_new, final_state)``: the scan over chunks. ``h`` are the states before each chunk; the final state is
     float32, or None."""
     shape_of("G", G, 4)
     V = shape_of("u", u, 4)[3]
     h = new_like(u, _states(G, V, cu_seqlens, state_v_first, a_chunk=True), _state_dtype(u))
     v_new = new_like(u)
-    hT = new_like(u, _states(G, V, cu_seqlens, state_v_first), _wide(u)) if output_final_state else None
-    _run(
-        "delta_h", cu_seqlens, None, state_v_first, impl, kg=kg, w=w, u=u, G=G, h0=initial_state, h=h, v_new=v_new,
-        hT=hT,
-    )  # fmt: skip
+    hT = new_like(u, _states(G, V, cu_seqlens, state_v_first), wide_name(u)) if output_final_state else None
+    _run("delta_h", (kg, w, u, G, initial_state, h, v_new, hT), cu_seqlens, impl, v_first=state_v_first)
     return h, v_new, hT
 
 
 @_in_sentences
 def fwd_o(
-    q: Any, v_new: Any, G: Any, Aqk: Any, h: Any, scale: float | None = None, *, state_v_first: bool = False,
-    cu_seqlens: Any = None, impl: str | None = None,
-) -> Any:  # fmt: skip
+    q: Any,
+    v_new: Any,
+    G: Any,
+    Aqk: Any,
+    h: Any,
+    scale: float | None = None,
+    *,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    impl: str | None = None,
+) -> Any:
     """``o = scale q 2^G h + Aqk v_new``, zero beyond ``cu_seqlens[-1]``."""
     o = new_like(v_new)
-    _run("fwd_o", cu_seqlens, scale, state_v_first, impl, q=q, v_new=v_new, G=G, Aqk=Aqk, h=h, o=o)
+    _run("fwd_o", (q, v_new, G, Aqk, h, o), cu_seqlens, impl, scale=scale, v_first=state_v_first)
     return o
 
 
@@ -187,58 +205,86 @@ def bwd_local(
 ) -> tuple[Any, Any]:
     """``(dAqk, dv_local)``. No tensor here has the size ``K``, so ``scale`` has no default."""
     shape_of("v_new", v_new, 4)
-    dAqk, dv_local = new_like(v_new, _scores(v_new), _wide(v_new)), new_like(v_new)
-    _run("bwd_local", cu_seqlens, scale, False, impl, v_new=v_new, d_o=d_o, Aqk=Aqk, dAqk=dAqk, dv_local=dv_local)
+    dAqk, dv_local = new_like(v_new, _scores(v_new), wide_name(v_new)), new_like(v_new)
+    _run("bwd_local", (v_new, d_o, Aqk, dAqk, dv_local), cu_seqlens, impl, scale=scale)
     return dAqk, dv_local
 
 
 @_in_sentences
 def bwd_delta_h(
-    qG: Any, kg: Any, w: Any, G: Any, d_o: Any, dv_local: Any, d_final_state: Any = None, scale: float | None = None, *,
-    state_v_first: bool = False, cu_seqlens: Any = None, impl: str | None = None,
-) -> tuple[Any, Any, Any]:  # fmt: skip
+    qG: Any,
+    kg: Any,
+    w: Any,
+    G: Any,
+    d_o: Any,
+    dv_local: Any,
+    d_final_state: Any = None,
+    scale: float | None = None,
+    *,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    impl: str | None = None,
+) -> tuple[Any, Any, Any]:
     """``(dh, d_initial_state, dv_new)``: the scan over chunks, last to first. ``dh`` are the gradients of the states
     after each chunk."""
     shape_of("G", G, 4)
     V = shape_of("d_o", d_o, 4)[3]
     dh = new_like(d_o, _states(G, V, cu_seqlens, state_v_first, a_chunk=True), _state_dtype(d_o))
-    dh0, dv_new = new_like(d_o, _states(G, V, cu_seqlens, state_v_first), _wide(d_o)), new_like(dv_local)
-    _run(
-        "bwd_delta_h", cu_seqlens, scale, state_v_first, impl, qG=qG, kg=kg, w=w, G=G, d_o=d_o, dv_local=dv_local,
-        dhT=d_final_state, dh=dh, dv_new=dv_new, dh0=dh0,
-    )  # fmt: skip
+    dh0, dv_new = new_like(d_o, _states(G, V, cu_seqlens, state_v_first), wide_name(d_o)), new_like(dv_local)
+    tensors = (qG, kg, w, G, d_o, dv_local, d_final_state, dh, dv_new, dh0)
+    _run("bwd_delta_h", tensors, cu_seqlens, impl, scale=scale, v_first=state_v_first)
     return dh, dh0, dv_new
 
 
 @_in_sentences
 def bwd_wy_dqkg(
-    q: Any, k: Any, v: Any, v_new: Any, G: Any, beta: Any, Akk_inv: Any, h: Any, d_o: Any, dh: Any, dv_new: Any,
-    scale: float | None = None, *, state_v_first: bool = False, cu_seqlens: Any = None, impl: str | None = None,
-) -> tuple[Any, Any, Any, Any, Any, Any]:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    v_new: Any,
+    G: Any,
+    beta: Any,
+    Akk_inv: Any,
+    h: Any,
+    d_o: Any,
+    dh: Any,
+    dv_new: Any,
+    scale: float | None = None,
+    *,
+    state_v_first: bool = False,
+    cu_seqlens: Any = None,
+    impl: str | None = None,
+) -> tuple[Any, Any, Any, Any, Any, Any]:
     """``(dq, dk, dv, dbeta, dG, dAkk)``: all gradients that involve a state. ``dq`` and ``dk`` are per value head,
     ``[B, T, HV, K]``."""
     B, T, HV, _ = shape_of("v", v, 4)
     shape_of("k", k, 4)
-    wide = _wide(v)
+    wide = wide_name(v)
     dq, dk, dG = (new_like(v, _gates(k, HV), wide) for _ in range(3))
     dv, dbeta, dAkk = new_like(v), new_like(v, (B, T, HV), wide), new_like(v, _scores(v), wide)
-    _run(
-        "bwd_wy_dqkg", cu_seqlens, scale, state_v_first, impl, q=q, k=k, v=v, v_new=v_new, G=G, beta=beta,
-        Akk_inv=Akk_inv, h=h, dh=dh, d_o=d_o, dv_new=dv_new, dq=dq, dk=dk, dv=dv, dbeta=dbeta, dG=dG, dAkk=dAkk,
-    )  # fmt: skip
+    tensors = (q, k, v, v_new, G, beta, Akk_inv, h, dh, d_o, dv_new, dq, dk, dv, dbeta, dG, dAkk)
+    _run("bwd_wy_dqkg", tensors, cu_seqlens, impl, scale=scale, v_first=state_v_first)
     return dq, dk, dv, dbeta, dG, dAkk
 
 
 @_in_sentences
 def bwd_intra(
-    q: Any, k: Any, G: Any, beta: Any, dAqk: Any, dAkk: Any, dq: Any, dk: Any, dbeta: Any, dG: Any, *,
-    cu_seqlens: Any = None, impl: str | None = None,
-) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    q: Any,
+    k: Any,
+    G: Any,
+    beta: Any,
+    dAqk: Any,
+    dAkk: Any,
+    dq: Any,
+    dk: Any,
+    dbeta: Any,
+    dG: Any,
+    *,
+    cu_seqlens: Any = None,
+    impl: str | None = None,
+) -> tuple[Any, Any, Any, Any]:
     """Adds the contribution of pairs inside a chunk to ``dq, dk, dbeta, dG``, in place, and returns them."""
-    _run(
-        "bwd_intra", cu_seqlens, None, False, impl, q=q, k=k, G=G, beta=beta, dAqk=dAqk, dAkk=dAkk, dq=dq, dk=dk,
-        dbeta=dbeta, dG=dG,
-    )  # fmt: skip
+    _run("bwd_intra", (q, k, G, beta, dAqk, dAkk, dq, dk, dbeta, dG), cu_seqlens, impl)
     if not compiling():
         mark_written(dq, dk, dbeta, dG)
     return dq, dk, dbeta, dG
@@ -254,5 +300,5 @@ def cumsum_backward(dG: Any, g: Any = None, *, cu_seqlens: Any = None, impl: str
     [3.0, 2.0, 1.0]
     """
     dg = new_like(dG)
-    _run("cumsum_backward", cu_seqlens, None, False, impl, g=g, dG=dG, dg=dg)
+    _run("cumsum_backward", (g, dG, dg), cu_seqlens, impl)
     return dg

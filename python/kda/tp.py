@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from .layer import rates
+from .layer.parts import mark_rates
 from .nn import KimiDeltaAttention
 
 
@@ -43,7 +43,7 @@ class HeadParallel(ParallelStyle):
         parallelize_module(module, device_mesh, _plan(module))
         for name in ("num_heads", "num_v_heads", "key_dim", "value_dim"):
             setattr(module, name, getattr(module, name) // ranks)
-        rates.mark(module)
+        mark_rates(module)
         return module
 
 

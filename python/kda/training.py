@@ -121,20 +121,15 @@ def chunk_kda(
         if return_intermediate_states and disable_recompute:
             raise ValueError("return_intermediate_states: expected disable_recompute=False with it, got True")
 
-        call = training_call(
-            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale, initial_state=initial_state,
-            lower_bound=lower_bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens, safe_gate=safe_gate,
-        )  # fmt: skip
+        tensors, gate = (q, k, v, g, beta, initial_state, cu_seqlens), (A_log, dt_bias, lower_bound)
+        in_kernel = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+        call = training_call(tensors, gate, scale, in_kernel, allow_neg_eigval, state_v_first, safe_gate)
         if cp_context is not None:
             from .cp._chunk import chunk_kda as on_this_rank
             from .cp._fla import as_context
 
-            return on_this_rank(
-                cp_context, as_context(cp_context), call, output_final_state, return_intermediate_states,
-                disable_recompute, impl,
-            )  # fmt: skip
+            how = (output_final_state, return_intermediate_states, disable_recompute, impl)
+            return on_this_rank(cp_context, as_context(cp_context), call, *how)
         if return_intermediate_states:
             offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
             return _with_intermediate_states(call, offsets, use_graph, output_final_state, impl)
@@ -142,8 +137,8 @@ def chunk_kda(
         if dispatched():
             from .operators.training import forward
 
-            return forward(call, output_final_state, h_every, False, impl)
-        return eager_forward(call, output_final_state, h_every, False, impl)
+            return forward(call, output_final_state, h_every, recurrent=False, impl=impl)
+        return eager_forward(call, output_final_state, h_every, recurrent=False, impl=impl)
     except Exception as error:
         if compiling():
             raise
@@ -190,12 +185,9 @@ def fused_recurrent_kda(
             kwargs.pop(name, None)
         if kwargs:
             raise TypeError(f"fused_recurrent_kda: unexpected arguments {sorted(kwargs)}")
-        call = training_call(
-            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, scale=scale, initial_state=initial_state,
-            lower_bound=lower_bound, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            use_gate_in_kernel=use_gate_in_kernel, use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-            allow_neg_eigval=allow_neg_eigval, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        )  # fmt: skip
+        tensors, gate = (q, k, v, g, beta, initial_state, cu_seqlens), (A_log, dt_bias, lower_bound)
+        in_kernel = (use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel)
+        call = training_call(tensors, gate, scale, in_kernel, allow_neg_eigval, state_v_first)
         if not is_torch(q):
             return _recurrent_arrays(call, output_final_state, impl)
         from .functions import chunks_between_states, eager_forward
@@ -204,8 +196,8 @@ def fused_recurrent_kda(
         if dispatched():
             from .operators.training import forward
 
-            return forward(call, output_final_state, h_every, True, impl)
-        return eager_forward(call, output_final_state, h_every, True, impl)
+            return forward(call, output_final_state, h_every, recurrent=True, impl=impl)
+        return eager_forward(call, output_final_state, h_every, recurrent=True, impl=impl)
     except Exception as error:
         if compiling():
             raise
@@ -213,21 +205,23 @@ def fused_recurrent_kda(
 
 
 def training_call(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, *, A_log: Any, dt_bias: Any, scale: float | None, initial_state: Any,
-    lower_bound: float | None, use_qk_l2norm_in_kernel: bool, use_gate_in_kernel: bool,
-    use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool, state_v_first: bool, cu_seqlens: Any,
+    tensors: tuple[Any, ...],
+    gate: tuple[Any, Any, float | None],
+    scale: float | None,
+    in_kernel: tuple[bool, bool, bool],
+    allow_neg_eigval: bool,
+    state_v_first: bool,
     safe_gate: bool = False,
-) -> TrainingCall:  # fmt: skip
+) -> TrainingCall:
+    """``tensors``: q, k, v, g, beta, initial_state and cu_seqlens; ``gate``: A_log, dt_bias and lower_bound."""
+    (q, k, v, g, beta, initial_state, cu_seqlens), (A_log, dt_bias, lower_bound) = tensors, gate
     for name, x in (("q", q), ("v", v)):
         if len(x.shape) != 4:
             raise ValueError(f"{name}: expected 4 dimensions, got shape {list(x.shape)}")
     if cu_seqlens is not None and (len(cu_seqlens.shape) != 1 or is_true(cu_seqlens.shape[0] < 1)):
         raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu_seqlens.shape)}")
-    A_log, dt_bias = gate_of(use_gate_in_kernel, A_log, dt_bias, None if safe_gate else lower_bound, v, q)
-    options = make_options(
-        A_log, scale, lower_bound, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first,
-    )  # fmt: skip
+    A_log, dt_bias = gate_of(in_kernel[1], A_log, dt_bias, None if safe_gate else lower_bound, v, q)
+    options = make_options(A_log, scale, lower_bound, in_kernel, allow_neg_eigval, state_v_first)
     if not compiling():
         check_views(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if torch is not None:

@@ -36,9 +36,13 @@ _FORWARD = "@eager_break_during_capture (self, mixed_qkv, g1, g2, beta, core_att
 # Attributes that our layers read, all of which __init__ of vLLM's sets, and what they read of a step.
 _READ = ("A_log", "conv1d", "dt_bias", "gate_lower_bound", "head_dim", "local_num_heads", "o_norm")
 _STEP = (
-    "has_initial_state", "non_spec_query_start_loc", "non_spec_state_indices_tensor", "num_actual_tokens",
-    "num_prefills", "num_spec_decodes",
-)  # fmt: skip
+    "has_initial_state",
+    "non_spec_query_start_loc",
+    "non_spec_state_indices_tensor",
+    "num_actual_tokens",
+    "num_prefills",
+    "num_spec_decodes",
+)
 _LAYER: dict[str, str | None] = {
     **{f"self.{name}": None for name in _READ},
     **{f" m.{name}": None for name in _STEP},

@@ -19,8 +19,6 @@ from kda.cli import bench, layer, layer_peers, measure
 from kda.cli.layer import Case, Rates
 from kda.cli.layer_peers import Calls, FLACache, Inputs
 from kda.cli.problems import Problem
-from kda.layer import front as _front
-from kda.layer.convolution import queries_keys_values
 from kda.nn import KimiDeltaAttention
 from layer_model import relative
 
@@ -234,8 +232,8 @@ def test_bytes_of_prefill_and_decode(sizes: dict[str, int]) -> None:
     own, x = layer.new_layer(case.problem, "cpu"), Inputs(case, "cpu").x
     with torch.no_grad():
         cache = own.new_cache(case.problem.B)
-        rows, g, beta, gate = _front.project(own, x)
-        q, k, v = queries_keys_values(own, rows, cache)
+        rows, g, beta, gate = own._project(x)
+        q, k, v = own._convolve(rows, cache)
     convolution, recurrence = size(rows, q, k, v), size(q, k, v, g, beta, v)  # o is like v
     norm = size(v, gate, gate)
     expected = size(x, x) + convolution + recurrence + norm + 2 * size(cache.conv, cache.state)

@@ -34,9 +34,10 @@ def operands(p: Problem) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The operators' inputs and options (with the flat A_log and dt_bias that the Python functions pass)."""
     t, opt, (HV, K) = p.tensors, p.options, p.tensors["g"].shape[2:]
     bias = t["dt_bias"].view(HV, K) if "dt_bias" in t else None
-    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval")
+    flags = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
+    in_kernel = tuple(opt.get(name, False) for name in flags)
     numbers = (t.get("A_log"), opt.get("scale"), opt.get("lower_bound"))
-    options = make_options(*numbers, *(opt.get(f, False) for f in flags), opt["state_v_first"])
+    options = make_options(*numbers, in_kernel, opt.get("allow_neg_eigval", False), opt["state_v_first"])
     return (*(t[n] for n in ("q", "k", "v", "g", "beta")), t.get("A_log"), bias), options
 
 

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import kda
 from kda.call import library as _lib
-from kda.layer import convolution as _convolution
 from kda.nn import KimiDeltaAttention
 from test_conv import OPCHECKS, Tensor, compiled, problem
 
@@ -208,7 +207,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, function: Any) -> list[int]:
             found.append(len(tensors) + len(operands))
             return library.conv(*tensors, **operands)
 
-    for module in ("convolution", "autograd", "operators.convolution"):
+    for module in ("convolution", "autograd"):
         monkeypatch.setattr(f"kda.{module}.library", lambda: Counting())
     function()
     monkeypatch.undo()
@@ -252,7 +251,7 @@ def test_projections_of_other_dtypes() -> None:
     layer = KimiDeltaAttention(32, head_dim=8, num_heads=2, fuse_projections=False)
     x = torch.randn(2, 9, 32)
     rows = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x).bfloat16()
-    got = _convolution.queries_keys_values(layer, rows)
+    got = layer._convolve(rows)
     for conv, row, y in zip((layer.q_conv1d, layer.k_conv1d, layer.v_conv1d), rows, got, strict=True):
         assert torch.equal(y.flatten(2), conv(row)) and y.dtype == row.dtype
 

@@ -116,9 +116,9 @@ def test_nothing_is_kept_where_gradients_are_disabled(
 ) -> None:
     kept: list[int] = []
 
-    def spy(call: Any, final_state: bool, h_every: int, *rest: Any) -> Any:
+    def spy(call: Any, final_state: bool, h_every: int, **rest: Any) -> Any:
         kept.append(h_every)
-        return run_forward(call, final_state, h_every, *rest)
+        return run_forward(call, final_state, h_every, **rest)
 
     run_forward = kda.autograd.run_forward
     monkeypatch.setattr(kda.autograd, "run_forward", spy)

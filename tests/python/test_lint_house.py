@@ -205,13 +205,18 @@ def test_names_of_files(tmp_path: Path) -> None:
     "name", ["src/a.cc", "include/a.h", "tests/a.cu", "tools/a", "examples/a.c", "python/kda/a.py", "python/kda/a.cc"]
 )
 def test_a_long_file(tmp_path: Path, name: str) -> None:
-    most = 400 if name.startswith("python/") else 500
+    most = 500
     assert findings(tmp_path, {name: "\n" * most}) == []
     assert findings(tmp_path, {name: "\n" * (most + 1)}) == [f"{name}:1: {most + 1} lines, at most {most}"]
     assert findings(tmp_path, {name: "\n" * (most + 1)}, {name: "because"}) == []
     assert findings(tmp_path, {name: "\n" * most}, {name: "because"}) == [
         f"tools/lint_house.py:1: {name} needs no exception"
     ]
+
+
+def test_the_formatter_has_the_last_word(tmp_path: Path) -> None:
+    files = {"python/kda/a.py": "x = 1\ny = [\n    2]  # fmt: skip\n", "tests/a.py": "y = [\n    2]  # fmt: skip\n"}
+    assert findings(tmp_path, files) == ["python/kda/a.py:3: a line that the formatter must not touch"]
 
 
 def body(lines: int) -> str:

@@ -20,7 +20,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "b_proj")
 
 
 def is_packed(layer: KimiDeltaAttention) -> bool:
-    maps = _parts._joint_maps(layer)
+    maps = _parts.input_maps(layer._modules)
     return maps is not None and _projections.whole_of([m.weight for m in maps]) is not None
 
 
@@ -247,7 +247,7 @@ def test_what_training_keeps() -> None:
     """The joint product, and a state every 512 tokens. One by one, the parts keep q, k, v and the decay as well."""
     x = tokens(1, 512, 48).requires_grad_()
     layer = make()
-    columns = _projections.filled_up(sum(m.weight.shape[0] for m in _parts._joint_maps(layer) or []))
+    columns = _projections.filled_up(sum(m.weight.shape[0] for m in _parts.input_maps(layer._modules) or []))
     kept = kept_bytes(layer, x)
     state = layer.num_v_heads * layer.head_k_dim * layer.head_v_dim * 4
     small = 4 * (layer.num_v_heads * (1 + layer.head_k_dim) + 5 * (2 * layer.key_dim + layer.value_dim))

@@ -11,10 +11,10 @@ import torch
 
 import kda
 import kda.operators
+from kda.call.graph import POOL, WRITES, LibraryCall
 from kda.call.library import OPERATORS, library
 from kda.call.options import Options
 from kda.call.run import Operand, by_name, source_of
-from kda.operators import convolution, serving, speculation
 
 RUN = ("impl", "num_threads", "workspace")
 STRUCTS = {"options": Options._fields, "conv": kda.Conv._fields, "records": kda.Records._fields}
@@ -124,21 +124,15 @@ def test_a_workspace_and_an_explanation_take_the_same_names() -> None:
     assert np.array_equal(call["o"], kda.prefill(x, x, x, -x, x[..., 0], scale=1.0))
 
 
-@pytest.mark.parametrize(
-    ("op", "run"),
-    [
-        ("prefill", serving._prefill_run),
-        ("decode", serving._decode_run),
-        ("decode_mtp", speculation._decode_mtp_run),
-        ("verify", speculation._verify_run),
-        ("flush_verify", speculation._flush_verify_run),
-        ("conv_update", convolution._conv_update_run),
-    ],
-)
-def test_operators_that_get_the_arguments_of_their_schema(op: str, run: Any) -> None:
+def test_operators_that_get_the_arguments_of_their_schema() -> None:
     """A call by position is one by name there, which takes less time. ``graph`` calls all others by name."""
-    schema = getattr(torch.ops.kda, op).default._schema.arguments
-    code = run.__code__
-    assert code.co_varnames[: code.co_argcount] == tuple(a.name for a in schema)
-    defaults = tuple(a.default_value for a in schema if a.has_default_value())
-    assert (run.__defaults__ or ()) == defaults
+    calls = {"prefill": ("forward", POOL, WRITES), "decode_mtp": ("decode", POOL, WRITES), "flush": ("flush", {})}
+    for op, call in calls.items():
+        operator = getattr(torch.ops.kda, op).default
+        run, schema = LibraryCall(*call).of(operator), operator._schema.arguments
+        assert run.__code__.co_varnames[: run.__code__.co_argcount] == tuple(a.name for a in schema)
+        assert (run.__defaults__ or ()) == tuple(a.default_value for a in schema if a.has_default_value())
+    source = LibraryCall("decode", POOL, WRITES).source(torch.ops.kda.decode.default)
+    assert "library().decode(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, options=(gate_form, beta_form," in source
+    assert "h0=state," in source and "o=out," in source and "update_state=" not in source
+    assert source.endswith("hT=state if update_state else None)")

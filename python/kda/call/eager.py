@@ -38,9 +38,16 @@ def check_serving(instead: str, arrays: Iterable[Any]) -> None:
 
 
 def is_plain_step(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, out: Any, gate: tuple[Any, Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    state: Any,
+    out: Any,
+    gate: tuple[Any, Any],
     indices: tuple[Any, ...] = (None,) * 4,
-) -> bool:  # fmt: skip
+) -> bool:
     """True if ``check_serving`` has nothing to say about a decode step; ``gate`` is A_log and dt_bias, and ``indices``
     are slots, flags and offsets: those of another library have to be ready on the stream of the call. Without a loop,
     which alone takes half as long as the checks in it."""

@@ -15,18 +15,21 @@ from .tracing import is_wrapper, transform_refusal
 
 _REQUIRED = {"q", "k", "v", "g", "beta"}
 _ARRAYS = _REQUIRED | {
-    "A_log", "dt_bias", "initial_state", "state", "state_indices", "out_state_indices", "has_initial_state",
-    "cu_seqlens", "cu_seqlens_cpu", "checkpoints", "checkpoint_slots", "checkpoint_offset", "out", "workspace",
-    "snapshots",
-    "snapshot_slots", "accepted", "accept_len", "parents", "last_parents", "last_conv_x", "conv_x", "conv_state",
-    "conv_indices",
-}  # fmt: skip
+    "A_log",
+    "dt_bias",
+    "initial_state",
+    "state",
+    "has_initial_state",
+    "cu_seqlens",
+    "cu_seqlens_cpu",
+}
+_ARRAYS |= {"state_indices", "out_state_indices", "checkpoints", "checkpoint_slots", "checkpoint_offset"}
+_ARRAYS |= {"out", "workspace", "snapshots", "snapshot_slots", "accepted", "accept_len", "parents", "last_parents"}
+_ARRAYS |= {"last_conv_x", "conv_x", "conv_state", "conv_indices"}
 _NUMBERS = {"scale", "lower_bound"}
-_FLAGS = {
-    "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval", "safe_gate",
-    "state_v_first", "output_final_state", "disable_recompute", "return_intermediate_states", "update_state",
-    "use_graph", "inplace_final_state",
-}  # fmt: skip
+_FLAGS = {"use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel", "allow_neg_eigval"}
+_FLAGS |= {"safe_gate", "state_v_first", "output_final_state", "disable_recompute", "return_intermediate_states"}
+_FLAGS |= {"update_state", "use_graph", "inplace_final_state"}
 
 
 class Takes(NamedTuple):

@@ -54,11 +54,20 @@ def check_flag(name: str, x: Any) -> None:
         raise ValueError(f"{name}: expected True or False, got {ascii(x) if isinstance(x, str) else x!r:.40}")
 
 
+ALL_IN_KERNEL = (True, True, True)
+
+
 def make_options(
-    A_log: Any, scale: float | None, lower_bound: float | None, l2norm: bool, use_gate: bool,
-    beta_sigmoid: bool, neg_eigval: bool, v_first: bool,
-) -> tuple[int, int, bool, int, float, float]:  # fmt: skip
-    """The fields of :class:`Options`, checked, as a plain tuple (which is faster to make)."""
+    A_log: Any,
+    scale: float | None,
+    lower_bound: float | None,
+    in_kernel: tuple[bool, bool, bool],
+    neg_eigval: bool,
+    v_first: bool,
+) -> tuple[int, int, bool, int, float, float]:
+    """The fields of :class:`Options`, checked, as a tuple (which is faster to make). ``in_kernel``: does the kernel
+    normalise q and k, compute the gate, and apply the sigmoid to beta?"""
+    l2norm, use_gate, beta_sigmoid = in_kernel
     if l2norm is not False and l2norm is not True:  # (type() would take twice as long)
         check_flag("use_qk_l2norm_in_kernel", l2norm)
         l2norm = bool(l2norm)

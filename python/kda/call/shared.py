@@ -27,13 +27,28 @@ STAGES = {
 
 
 def run_prefill_f32(
-    *, chunk_size: int, w: Any, u: Any, o: Any, initial_state: Any = None, final_state: Any = None,
-    scale: float | None = None, state_v_first: bool = True, **rest: Any,
-) -> None:  # fmt: skip
+    *,
+    chunk_size: int,
+    w: Any,
+    u: Any,
+    o: Any,
+    initial_state: Any = None,
+    final_state: Any = None,
+    scale: float | None = None,
+    state_v_first: bool = True,
+    **rest: Any,
+) -> None:
     library().prefill_f32(
-        h0=initial_state, o=o, w=w, u=u, hT=final_state, chunk=chunk_size,
-        state_layout=STATE_V_FIRST if state_v_first else STATE_K_FIRST, scale=0.0 if scale is None else scale, **rest,
-    )  # fmt: skip
+        h0=initial_state,
+        o=o,
+        w=w,
+        u=u,
+        hT=final_state,
+        chunk=chunk_size,
+        state_layout=STATE_V_FIRST if state_v_first else STATE_K_FIRST,
+        scale=0.0 if scale is None else scale,
+        **rest,
+    )
     mark_written(o, w, u, final_state)
 
 
@@ -70,7 +85,13 @@ def run_segment_merge(M: Any, b: Any, h0: Any, reverse: bool, v_first: bool, imp
     P, *state = shape_of("b", b, 4)
     states = new_like(b, (P + 1, *state), wide_name(b))
     library().segment_merge(
-        M=M, b=b, h0=h0, states=states, state_layout=STATE_V_FIRST if v_first else STATE_K_FIRST, reverse=reverse,
-        impl=impl, num_threads=num_threads,
-    )  # fmt: skip
+        M=M,
+        b=b,
+        h0=h0,
+        states=states,
+        state_layout=STATE_V_FIRST if v_first else STATE_K_FIRST,
+        reverse=reverse,
+        impl=impl,
+        num_threads=num_threads,
+    )
     return states

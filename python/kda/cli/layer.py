@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import kda
 
 from ..call.arrays import torch
-from ..layer.convolution import queries_keys_values
 from . import measure, prefill
 from .layer_peers import PEERS, Calls, Inputs, calls_of
 from .measure import Call
@@ -166,20 +165,19 @@ def prepare_kda(case: Case, weights: Mapping[str, Any], inputs: Inputs) -> Calls
 def _parts(layer: Any, x: Any) -> dict[str, Call]:
     """Calls of the parts of prefill or decode, each with what the part before it makes, and with a cache of their
     own."""
-    from ..layer import front
     from ..nn import DECODE_TOKENS
 
     recurrence = kda.decode if x.shape[1] <= DECODE_TOKENS else kda.prefill
     with torch.inference_mode():
         cache = layer.new_cache(x.shape[0])
-        rows, g, beta, gate = front.project(layer, x)
-        qkv = queries_keys_values(layer, rows, cache)
+        rows, g, beta, gate = layer._project(x)
+        qkv: tuple[Any, Any, Any] = layer._convolve(rows, cache)
         attend = partial(recurrence, *qkv, g, beta, cache.state, **layer._options())
         o = attend()
         y = layer.o_norm(o, gate).flatten(2)
     calls: tuple[Call, ...] = (
-        partial(front.project, layer, x),
-        partial(queries_keys_values, layer, rows, cache),
+        partial(layer._project, x),
+        partial(layer._convolve, rows, cache),
         attend,
         partial(layer.o_norm, o, gate),
         partial(layer.o_proj, y),

@@ -39,10 +39,21 @@ class ContextParallelFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None,
-        dt_bias: Tensor | None, h0: Tensor | None, cp: Context, options: Options, final_state: bool, h_every: int,
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        A_log: Tensor | None,
+        dt_bias: Tensor | None,
+        h0: Tensor | None,
+        cp: Context,
+        options: Options,
+        final_state: bool,
+        h_every: int,
         impl: str | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor | None]:
         inputs = (q, k, v, g, beta, A_log, dt_bias)
         given = {}
         if h0 is not None:
@@ -55,7 +66,7 @@ class ContextParallelFunction(torch.autograd.Function):
         starts, has_state = starts_of(cp, h0, found, like)
         with same_kernels(cp):
             call = TrainingCall(*inputs, h0=starts, cu=cp.offsets(q.device), options=options)
-            o, hT, saved = run_forward(call, final_state, h_every, False, impl, has_state)
+            o, hT, saved = run_forward(call, final_state, h_every, impl=impl, has_initial_state=has_state)
         if h_every:
             states = torch.stack([x for _, x in found]) if found else None
             ctx.save_for_backward(*inputs, h0, states, exchange.kept(), *saved)
@@ -116,9 +127,14 @@ def _begin_gradients(cp: Context, h0: Tensor | None, gradients: Tensor | None) -
 
 
 def _chunk_kda(
-    given: Any, cp: Context, call: tuple[Any, ...], output_final_state: bool, return_intermediate_states: bool,
-    disable_recompute: bool, impl: str | None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    given: Any,
+    cp: Context,
+    call: tuple[Any, ...],
+    output_final_state: bool,
+    return_intermediate_states: bool,
+    disable_recompute: bool,
+    impl: str | None,
+) -> tuple[Tensor, Tensor | None]:
     """:func:`kda.chunk_kda` with a ``cp_context``: ``given``, which is ``cp`` or stands for it."""
     *inputs, h0, cu, options = call
 

@@ -41,10 +41,17 @@ class Exchange:
     """One direction of a call. Made, it has begun to send; ``states()`` waits and folds."""
 
     def __init__(
-        self, cp: Context, direction: Plan, call: str, inputs: Sequence[Any], options: Options,
-        ticket: Ticket, d_o: Tensor | None = None, known: Tensor | None = None,
+        self,
+        cp: Context,
+        direction: Plan,
+        call: str,
+        inputs: Sequence[Any],
+        options: Options,
+        ticket: Ticket,
+        d_o: Tensor | None = None,
+        known: Tensor | None = None,
         given: dict[int, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """``d_o`` in reverse. ``known`` are the M of forward. ``given`` are states of segments, by their number, that
         other ranks do not know of: the initial state, or in reverse the gradient of the returned one. They are mapped
         and added: ``b + M given``, ``d + M^T given``."""
@@ -103,7 +110,7 @@ class Exchange:
         states = b.new_empty(len(b) + 1, *b.shape[1:], dtype=wide_dtype(b))
         library().segment_merge(
             M=M, b=b, h0=h0, states=states, state_layout=self.options.state_layout, reverse=self.reverse
-        )  # fmt: skip
+        )
         return states
 
     def kept(self) -> Tensor | None:

@@ -24,8 +24,13 @@ Tensor = torch.Tensor
 
 HEADER = 16  # bytes: the tag, and what keeps the rest aligned
 KINDS = (
-    "chunk_kda", "chunk_kda, backward", "conv_halo", "conv_halo, backward", "prefill", "prefill, final states",
-)  # fmt: skip
+    "chunk_kda",
+    "chunk_kda, backward",
+    "conv_halo",
+    "conv_halo, backward",
+    "prefill",
+    "prefill, final states",
+)
 _NUMBERS = 1 << 27  # 63 bits together: 4 of the kind, 27 of the number, 32 of the hash
 
 # Newer versions of torch have renamed it.

@@ -84,9 +84,15 @@ def _run(cp: Context, inputs: tuple[Any, ...], options: Options, pool: Pool, **r
     hT, slots = _targets(cp, pool, like)
     with same_kernels(cp):
         library().forward(
-            *inputs, cp.offsets(q.device), options=options, h0=starts, hT=hT, has_initial_state=has_state,
-            out_state_indices=slots, **rest,
-        )  # fmt: skip
+            *inputs,
+            cp.offsets(q.device),
+            options=options,
+            h0=starts,
+            hT=hT,
+            has_initial_state=has_state,
+            out_state_indices=slots,
+            **rest,
+        )
     if pool.rank is not None and pool.update:
         assert everyone is not None and hT is not None
         _deliver(cp, inputs, options, pool, everyone, hT, ticket)
@@ -150,8 +156,14 @@ def _most_ends(cp: Context) -> int:
 
 
 def _deliver(
-    cp: Context, inputs: tuple[Any, ...], options: Options, pool: Pool, states: Tensor, ended: Tensor, ticket: Ticket,
-) -> None:  # fmt: skip
+    cp: Context,
+    inputs: tuple[Any, ...],
+    options: Options,
+    pool: Pool,
+    states: Tensor,
+    ended: Tensor,
+    ticket: Ticket,
+) -> None:
     """Sends final states to the rank that decodes, and writes them there. Sequences without tokens keep theirs."""
     message = Message(ended, ended.shape, ended.dtype)
     message.x.copy_(ended)
@@ -167,6 +179,14 @@ def _deliver(
     nothing = [x[:, :0] for x in tokenwise]
     cu = cp.tensor([0] * (len(states) + 1), states.device)
     library().forward(
-        *nothing, A_log, dt_bias, cu, options=options, h0=states, hT=pool.state, first_valid_slot=pool.first_valid_slot,
-        o=torch.empty_like(nothing[2]), out_state_indices=_slots(pool, len(states)),
-    )  # fmt: skip
+        *nothing,
+        A_log,
+        dt_bias,
+        cu,
+        options=options,
+        h0=states,
+        hT=pool.state,
+        first_valid_slot=pool.first_valid_slot,
+        o=torch.empty_like(nothing[2]),
+        out_state_indices=_slots(pool, len(states)),
+    )

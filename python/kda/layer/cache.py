@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .recompute import check_first_run, current_backward
-
-if TYPE_CHECKING:
-    from .step import StepMemory
 
 
 class KDACache:
@@ -36,7 +33,14 @@ class KDACache:
     def __init__(self, conv: Tensor | None, state: Tensor) -> None:
         self.conv, self.state = conv, state
         self.made_in = current_backward()
-        self.step_memory: StepMemory | None = None  # between the products of a decode step, made by the first
+        self.step_memory: Any = None  # between the products of a decode step, made by the first one (layer/step.py)
+
+    @classmethod
+    def of(cls, conv: Tensor | None, state: Tensor, made_in: int) -> KDACache:
+        """One whose tensors another cache has had, which was made in that backward pass."""
+        cache = cls(conv, state)
+        cache.made_in = made_in
+        return cache
 
     def __repr__(self) -> str:
         return f"KDACache(conv={self.conv}, state={self.state})"

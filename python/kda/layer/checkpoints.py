@@ -23,8 +23,7 @@ class Form(NamedTuple):
     """How the checkpoints of a model differ from others. ``A_log`` is ``[1, 1, H, 1]``, or flat and padded with zeros
     to a multiple of ``pad``."""
 
-    full_rank_f: bool
-    full_rank_g: bool
+    full_rank: str  # which of f_proj and g_proj are one linear map
     four_dimensions: bool = False
     pad: int = 1
     in_transformers: bool = True
@@ -32,10 +31,10 @@ class Form(NamedTuple):
 
 # Keys are the model_type in the checkpoint's config.json.
 FORMS = {
-    "kimi_linear": Form(False, False, four_dimensions=True),
-    "kimi_k3": Form(False, True, pad=128, in_transformers=False),
-    "glm5_next": Form(False, False),
-    "bailing_hybrid": Form(True, True),
+    "kimi_linear": Form("", four_dimensions=True),
+    "kimi_k3": Form("g", pad=128, in_transformers=False),
+    "glm5_next": Form(""),
+    "bailing_hybrid": Form("fg"),
 }
 
 
@@ -170,7 +169,7 @@ def _check_names(own: Mapping[str, Tensor], prefix: str) -> None:
 
 def _other(name: str) -> str:
     """The name of the same tensor in a checkpoint, empty if it is the same."""
-    published = _published_name(name, False)
+    published = _published_name(name, in_transformers=False)
     return "" if published == name else published
 
 
@@ -185,8 +184,8 @@ def find_form(model_type: str, in_transformers: bool) -> Form:
 
 def _check_form(own: Mapping[str, Tensor], form: Form, model_type: str) -> None:
     for module, keyword, full in (
-        ("f_proj", "use_full_rank_decay", form.full_rank_f),
-        ("g_proj", "use_full_rank_gate", form.full_rank_g),
+        ("f_proj", "use_full_rank_decay", "f" in form.full_rank),
+        ("g_proj", "use_full_rank_gate", "g" in form.full_rank),
     ):
         if (f"{module}.weight" in own) != full:
             raise ValueError(f"{module}: expected that of a layer with {keyword}={full} for {model_type}, got another")

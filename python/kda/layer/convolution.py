@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..arguments import Conv
 from ..convolution import causal_conv1d, causal_conv1d_update
 from .bypass import known_as
-from .parts import Rows, conv_parameters, convolutions, convolve_as_one, heads_of, joined, parts_of
+from .cache import KDACache
+from .parts import Modules, Rows, conv_parameters, convolutions, convolve_as_one, parts_of
 from .plans import for_ranks, local
 from .recompute import check_first_run, old_state
-
-if TYPE_CHECKING:
-    from ..nn import KimiDeltaAttention
-    from .cache import KDACache
-    from .draft_cache import DraftCache
 
 
 def causal_conv_silu(
@@ -115,63 +110,54 @@ class ShortConvolution(nn.Conv1d):
         return causal_conv_silu(x, weight, bias, state, cu_seqlens, initial_state=initial_state, made_in=made_in)
 
 
-def queries_keys_values(
-    layer: KimiDeltaAttention,
+def convolved(
+    modules: Modules,
     rows: Rows,
+    sizes: list[int],
+    mesh: Any,
     cache: KDACache | None = None,
     cu_seqlens: Tensor | None = None,
-    cp_context: Any = None,
+    halo: Tensor | None = None,
     *,
     drafts: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v, ``[B, T, H, K]`` twice and ``[B, T, HV, V]``: the rows after the convolutions and SiLU.
-    ``drafts``: they go on from the cache and leave it as it is."""
-    convs = convolutions(layer)
+) -> tuple[Tensor, ...]:
+    """The rows of q, k and v after the convolutions of a layer and SiLU. ``halo``: the inputs before them. ``drafts``:
+    they go on from the cache and leave it as it is."""
+    convs = convolutions(modules)
+    if not convs:
+        return parts_of(F.silu(rows) if isinstance(rows, Tensor) else tuple(map(F.silu, rows)), sizes)
     state: Tensor | None = None
     more: dict[str, Any] = {}
-    if convs and cp_context is not None:
-        from ..cp._halo import conv_halo
-
-        more = {"initial_state": conv_halo(joined(rows), cp_context, layer.conv_size)}
-    elif convs and cache is not None and cache.conv is not None and drafts:
+    if halo is not None:
+        more = {"initial_state": halo}
+    elif cache is not None and cache.conv is not None and drafts:
         more = {"initial_state": cache.conv}
-    elif convs and cache is not None and cache.conv is not None:
+    elif cache is not None and cache.conv is not None:
         state, more = cache.conv, {"made_in": cache.made_in}
     y: Tensor | tuple[Tensor, ...]
-    if not convs:
-        y = F.silu(rows) if isinstance(rows, Tensor) else tuple(map(F.silu, rows))
-    elif convolve_as_one(layer) and (isinstance(rows, Tensor) or len({x.dtype for x in rows}) == 1):
-        y = causal_conv_silu(rows, *conv_parameters(layer), state, cu_seqlens, **more)
+    if convolve_as_one(modules) and (isinstance(rows, Tensor) or len({x.dtype for x in rows}) == 1):
+        y = causal_conv_silu(rows, *conv_parameters(modules, mesh), state, cu_seqlens, **more)
         if not isinstance(rows, Tensor):  # with tensor parallelism they have some of the heads
             y = y.split_with_sizes([x.shape[-1] for x in rows], -1)
     else:
-        y = _convolve_each(layer, rows, state, cu_seqlens, more)
-    q, k, v = parts_of(layer, y)
-    return heads_of(q, layer.head_k_dim), heads_of(k, layer.head_k_dim), heads_of(v, layer.head_v_dim)
+        y = _convolve_each(convs, parts_of(rows, sizes), mesh, state, cu_seqlens, more)
+    return parts_of(y, sizes)
 
 
 def _convolve_each(
-    layer: KimiDeltaAttention, rows: Rows, state: Tensor | None, cu_seqlens: Tensor | None, more: dict[str, Any]
+    convs: tuple[Any, ...],
+    parts: tuple[Tensor, ...],
+    mesh: Any,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    more: dict[str, Any],
 ) -> tuple[Tensor, ...]:
     """Calls each convolution, with the arguments that there are. So a module in its place need not know the others."""
-    parts = parts_of(layer, rows)
     sizes, halo = [x.shape[-1] for x in parts], more.get("initial_state")
-    given = {**for_ranks(layer), **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})}
+    given = {**for_ranks(mesh), **({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})}
     each: list[dict[str, Any]] = [given] * 3
     if halo is not None:
         each = [{"initial_state": x, **given} for x in halo.split_with_sizes(sizes, 1)]
     elif state is not None:
         each = [{"state": x, **more, **given} for x in state.split_with_sizes(sizes, 1)]
-    return tuple(conv(x, **m) for conv, x, m in zip(convolutions(layer), parts, each, strict=True))
-
-
-def run_drafts(layer: KimiDeltaAttention, rows: Rows, g: Tensor, beta: Tensor, cache: DraftCache) -> Tensor:
-    """Returns the outputs of drafts, ``[B, T, HV, V]``, with the convolution done in the kernels where it can be."""
-    raw, held, options = joined(rows), cache.cache, layer._options()
-    if not layer.use_short_conv or held.conv is None:
-        return cache.run(raw, None, (*queries_keys_values(layer, rows), g, beta), **options)
-    if not convolve_as_one(layer):  # what was accepted goes first: it moves the state that the modules read
-        cache.flush()
-        return cache.run(raw, None, (*queries_keys_values(layer, rows, held, drafts=True), g, beta), **options)
-    conv = Conv(raw, *conv_parameters(layer), held.conv)
-    return cache.run(raw, conv, (None, None, None, g, beta), **options)
+    return tuple(conv(x, **m) for conv, x, m in zip(convs, parts, each, strict=True))

@@ -1,22 +1,23 @@
-"""Drafts on top of a cache of the layer, and which cache a call means."""
+"""Drafts on top of a cache of the layer."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ..arguments import Conv, Records, counts, is_plain, new_records
 from ..call.streams import Users
-from ..call.tracing import compiled_for_others, is_known, is_true
+from ..call.tracing import is_known
 from ..speculation import flush_kvbuffer, flush_verify_kvbuffer, verify_kvbuffer
 from .cache import KDACache
-from .foreign_caches import ForeignCache, find_foreign, read_foreign, write_foreign
 
-if TYPE_CHECKING:
-    from ..nn import KimiDeltaAttention
+
+class HasHeads(Protocol):
+    num_heads: int
+    num_v_heads: int
 
 
 class DraftCache:
@@ -45,7 +46,7 @@ class DraftCache:
     True
     """
 
-    def __init__(self, layer: KimiDeltaAttention, cache: KDACache, max_tokens: int, *, fused: bool = True) -> None:
+    def __init__(self, layer: HasHeads, cache: KDACache, max_tokens: int, *, fused: bool = True) -> None:
         if not isinstance(max_tokens, int) or not 1 <= max_tokens <= 16:
             raise ValueError(f"max_tokens: expected 1..16, got {max_tokens}")
         self.cache, self.max_tokens, self.fused = cache, max_tokens, fused
@@ -133,72 +134,3 @@ class DraftCache:
         self._round.copy_(self._begun[raw.shape[1]])
         self._rows, self._users_of_rows = raw, Users()
         return o
-
-
-def find_cache(
-    layer: KimiDeltaAttention, held: Any, use_cache: bool, N: int, x: Tensor
-) -> tuple[Any, KDACache | DraftCache | None, ForeignCache | None]:
-    """Returns what to pass back as past_key_values, this layer's cache for hidden_states x, and, if that cache comes
-    from another library, where to write its numbers after the call."""
-    cache: KDACache | DraftCache | None
-    if held is None:
-        held = cache = layer.new_cache(N, like=x) if use_cache else None
-    elif isinstance(held, KDACache | DraftCache):
-        cache = held
-    elif isinstance(held, MutableMapping):
-        if layer.layer_idx is None:
-            raise ValueError("layer_idx: expected a number with a dict of caches, got None")
-        if use_cache and layer.layer_idx not in held:
-            held[layer.layer_idx] = layer.new_cache(N, like=x)
-        cache = held.get(layer.layer_idx)
-    else:
-        foreign = find_foreign(held, layer)
-        return held, read_foreign(foreign, N, x), foreign
-    kept = cache.cache if isinstance(cache, DraftCache) else cache
-    if kept is not None and is_true(kept.state.shape[0] != N):
-        raise ValueError(f"cache: expected one for {N} sequences, got one for {kept.state.shape[0]}")
-    if kept is not None:
-        if kept.state.device != x.device:
-            wanted = f"expected one on {x.device} like hidden_states (new_cache has device=)"
-            raise ValueError(f"cache: {wanted}, got one on {kept.state.device}")
-        kept.check_first_run()
-    return held, cache, None
-
-
-# ---- caches by layer_idx in a model whose blocks are compiled one by one ----
-#
-# The blocks share code, so the graph of the first one could serve all. But a graph that looks into a dict holds the
-# number of its layer: each block would get a graph of its own, and from the ninth on none at all (recompile_limit). So
-# once a second block is compiled, its graph is left for the look-up, and those of all other blocks are the same.
-
-Kept = tuple[Tensor | None, Tensor, int]
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _leaves_graph(layer: KimiDeltaAttention) -> bool:
-    """A method of the layer, because then a graph runs it without holding the layer or its number."""
-    return compiled_for_others(layer.layer_idx)
-
-
-def _look_up(
-    layer: KimiDeltaAttention, held: Any, use_cache: bool, N: int, x: Tensor
-) -> tuple[Kept | DraftCache | None, ForeignCache | None]:
-    """What :func:`find_cache` finds, a cache as its parts: if the graph had an object that is also in the dict which it
-    returns, it would be for this one alone."""
-    _, found, foreign = find_cache(layer, held, use_cache, N, x)
-    return (found.conv, found.state, found.made_in) if isinstance(found, KDACache) else found, foreign
-
-
-look_up_outside: Any = torch.compiler.disable(_look_up)
-write_outside: Any = torch.compiler.disable(write_foreign)
-
-
-def as_cache(
-    found: Kept | DraftCache | None, foreign: ForeignCache | None
-) -> tuple[KDACache | DraftCache | None, ForeignCache | None]:
-    if not isinstance(found, tuple):
-        return found, foreign
-    conv, state, made_in = found
-    cache = KDACache(conv, state)
-    cache.made_in = made_in
-    return cache, foreign

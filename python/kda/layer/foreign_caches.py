@@ -10,25 +10,30 @@ is written as zeros.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .cache import KDACache
-from .plans import ranks_of_plan
 from .recompute import check_first_run
 
-if TYPE_CHECKING:
-    from ..nn import KimiDeltaAttention
+
+class Form(NamedTuple):
+    """What the caches of a layer look like."""
+
+    layer_idx: int | None
+    sizes: list[int]  # channels of q, k and v, on this rank
+    width: int  # of the short convolutions, 0 without
 
 
 class FLACache:
     """``past_key_values[layer_idx]`` is a dict or None, and ``update`` replaces what it holds."""
 
-    def __init__(self, held: Any, layer: KimiDeltaAttention) -> None:
-        self.held, self.layer, self.index = held, layer, _index(layer)
+    def __init__(self, held: Any, form: Form) -> None:
+        self.held, self.form, self.index = held, form, _index(form)
 
     def read(self) -> tuple[Tensor | None, Tensor] | None:
         entry = self.held[self.index] if len(self.held) > self.index else None
@@ -36,21 +41,19 @@ class FLACache:
             return None
         # FLA replaces states and never writes into them, so other references to the old one may exist.
         state = entry["recurrent_state"].clone()
-        return (torch.cat(list(entry["conv_state"]), 1) if self.layer.use_short_conv else None), state
+        return (torch.cat(list(entry["conv_state"]), 1) if self.form.width else None), state
 
     def write(self, conv: Tensor | None, state: Tensor, tokens: int) -> None:
-        layer = self.layer
-        sizes = [n // ranks_of_plan(layer) for n in (layer.key_dim, layer.key_dim, layer.value_dim)]
-        parts = None if conv is None else tuple(part.contiguous() for part in conv.split(sizes, 1))
+        parts = None if conv is None else tuple(part.contiguous() for part in conv.split(self.form.sizes, 1))
         self.held.update(recurrent_state=state, conv_state=parts, layer_idx=self.index, offset=tokens)
 
 
 class TransformersCache:
     """``get_conv_state`` and ``get_recurrent_state`` return None before the first call; ``update_...`` copies."""
 
-    def __init__(self, held: Any, layer: KimiDeltaAttention) -> None:
-        self.held, self.layer, self.index = held, layer, _index(layer)
-        if not layer.use_short_conv:
+    def __init__(self, held: Any, form: Form) -> None:
+        self.held, self.form, self.index = held, form, _index(form)
+        if not form.width:
             raise ValueError(
                 "past_key_values: expected a KDACache for a layer without short convolutions (transformers' caches tell"
                 f" by these whether there was a call before), got {type(held).__name__}"
@@ -74,31 +77,31 @@ class TransformersCache:
         return conv, state.transpose(-1, -2).contiguous()
 
     def write(self, conv: Tensor | None, state: Tensor, tokens: int) -> None:
-        self.held.update_conv_state(conv, self.index, conv_kernel_size=self.layer.conv_size)
+        self.held.update_conv_state(conv, self.index, conv_kernel_size=self.form.width)
         self.held.update_recurrent_state(state.transpose(-1, -2), self.index)
 
 
 ForeignCache = FLACache | TransformersCache
 
 
-def find_foreign(held: Any, layer: KimiDeltaAttention) -> ForeignCache:
+def find_foreign(held: Any, form: Form) -> ForeignCache:
     """Decides by the methods of ``held``, because FLA's cache is also a cache of transformers."""
     update = getattr(held, "update", None) if hasattr(held, "__getitem__") else None
     if update is not None and "recurrent_state" in inspect.signature(update).parameters:
-        return FLACache(held, layer)
+        return FLACache(held, form)
     if hasattr(held, "update_recurrent_state") and hasattr(held, "get_recurrent_state"):
-        return TransformersCache(held, layer)
+        return TransformersCache(held, form)
     raise NotImplementedError(
         "past_key_values: expected a KDACache or a dict of them by layer_idx, or a cache with the methods of FLA's or"
         f" transformers', got {type(held).__name__}"
     )
 
 
-def read_foreign(foreign: ForeignCache, N: int, x: Tensor) -> KDACache:
-    """The content of the cache, as a cache for one call on hidden_states x; zeros if it is empty."""
+def read_foreign(foreign: ForeignCache, zeros: Callable[[], KDACache]) -> KDACache:
+    """The content of the cache, as a cache of the layer for one call; ``zeros()`` if it is empty."""
     # A cache that a recomputed function made itself cannot be told from one that its first run has advanced.
     check_first_run("past_key_values", -1)
-    cache, found = foreign.layer.new_cache(N, like=x), foreign.read()
+    cache, found = zeros(), foreign.read()
     if found is None:
         return cache
     conv, state = found
@@ -116,7 +119,7 @@ def write_foreign(foreign: ForeignCache, conv: Tensor | None, state: Tensor, tok
     foreign.write(None if conv is None else F.pad(conv, (1, 0)), state, tokens)
 
 
-def _index(layer: KimiDeltaAttention) -> int:
-    if layer.layer_idx is None:
+def _index(form: Form) -> int:
+    if form.layer_idx is None:
         raise ValueError("layer_idx: expected a number with a cache of all layers, got None")
-    return layer.layer_idx
+    return form.layer_idx

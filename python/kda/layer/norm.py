@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,7 @@ from torch import Tensor, nn
 from ..arguments import norm_form
 from ..norm import norm_gate
 from .bypass import are_own, known_as
-from .plans import local, mesh_of_plan
-
-if TYPE_CHECKING:
-    from ..nn import KimiDeltaAttention
+from .plans import local
 
 
 @known_as("norm", "weight")
@@ -54,11 +51,9 @@ class RMSNormGated(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}, activation={self.activation!r}"
 
 
-def normed(layer: KimiDeltaAttention, o: Tensor, gate: Tensor) -> Tensor:
-    """Calls the layer's norm. Ranks that share the heads by a plan use all its parameters for different heads, so
-    their gradients are sums. A norm of another kind need not know that: it is called with parameters that do."""
-    norm: Any = layer.o_norm
-    mesh = mesh_of_plan(layer)
+def normed(norm: Any, mesh: Any, o: Tensor, gate: Tensor) -> Tensor:
+    """Calls a layer's norm. Ranks that share the heads by a plan (``mesh``) use all its parameters for different heads,
+    so their gradients are sums. A norm of another kind need not know that: it is called with parameters that do."""
     y: Tensor
     if mesh is None:
         y = norm(o, gate)

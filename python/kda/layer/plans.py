@@ -4,47 +4,38 @@ heads. :class:`kda.tp.HeadParallel` cuts them as well, and needs none of this.""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..call.shards import own_part
 
-if TYPE_CHECKING:
-    from ..nn import KimiDeltaAttention
 
-
-def mesh_of_plan(layer: KimiDeltaAttention) -> Any:
-    """The mesh whose ranks share the heads by a plan, or None. FSDP2's mesh is not meant: outside of forward, all
-    parameters have its dimensions, and those of a plan come behind them."""
-    weight: Any = getattr(layer.q_proj, "weight", None)  # quantised maps have none
-    if not hasattr(weight, "to_local"):
-        return None
+def mesh_of_plan(modules: Mapping[str, Any], A_log: Any) -> Any:
+    """The mesh whose ranks share the heads by a plan, or None. Asked if the weight of q_proj is distributed. FSDP2's
+    mesh is not meant: outside of forward, all parameters have its dimensions, and those of a plan come behind them."""
     from torch.distributed.fsdp import FSDPModule
 
-    A_log: Any = layer.A_log
-    of_fsdp = A_log.device_mesh.ndim if hasattr(A_log, "to_local") else 0
+    mesh, of_fsdp = modules["q_proj"].weight.device_mesh, A_log.device_mesh.ndim if hasattr(A_log, "to_local") else 0
     # If FSDP2 wraps each module by itself, forward of the layer sees the weights of others as FSDP2 stores them.
-    if weight.device_mesh.ndim == of_fsdp or isinstance(layer.q_proj, FSDPModule):
+    if mesh.ndim == of_fsdp or isinstance(modules["q_proj"], FSDPModule):
         return None
     for name in ("k_proj", "v_proj", "b_proj", "f_proj", "g_proj", "o_proj"):
-        module: Any = getattr(layer, name)
+        module = modules[name]
         last = module[-1] if isinstance(module, nn.Sequential) else module
-        if getattr(getattr(last, "weight", None), "device_mesh", None) != weight.device_mesh:
+        if getattr(getattr(last, "weight", None), "device_mesh", None) != mesh:
             raise ValueError(f"{name}: expected a style for heads as q_proj has, or kda.tp.HeadParallel, got none")
-    mesh = weight.device_mesh
     return mesh[mesh.mesh_dim_names[-1]] if of_fsdp else mesh
 
 
-def for_ranks(layer: KimiDeltaAttention) -> dict[str, Any]:
+def for_ranks(mesh: Any) -> dict[str, Any]:
     """The keyword with which the layer's own modules get that mesh. Without a mesh there is none, so modules that
     stand in their places need not know of it."""
-    mesh = mesh_of_plan(layer)
     return {} if mesh is None else {"mesh": mesh}
 
 
-def ranks_of_plan(layer: KimiDeltaAttention) -> int:
-    mesh = mesh_of_plan(layer)
+def ranks_of(mesh: Any) -> int:
     return 1 if mesh is None else int(mesh.size())
 
 

@@ -8,7 +8,7 @@ looks whether the layer is still the same (:class:`Snapshot`). Its numbers are t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,67 +18,61 @@ from ..arguments import norm_form
 from ..call.eager import grad_enabled, mark_step
 from ..call.inputs import single
 from ..call.library import library
-from ..call.options import make_options
+from ..call.options import ALL_IN_KERNEL, make_options
 from ..call.streams import Users
 from ..call.tracing import backward_number, compiling, modes, raw_stream, recording, transforms_active
 from ..fused import fused_decode
-from .bypass import are_own, are_plain_maps, calls_differ, may_bypass
+from .bypass import are_plain_maps, calls_differ, may_bypass
 from .cache import KDACache
-from .parts import conv_parameters, convolutions, convolve_as_one, heads_of, joint_maps, sizes_of
+from .parts import Modules, conv_parameters, convolutions, convolve_as_one, heads_of
 from .products import filled_up, whole_of
 from .recompute import check_first_run
 
-if TYPE_CHECKING:
-    from ..nn import KimiDeltaAttention
 
-
-def is_one_call(layer: KimiDeltaAttention, cache: KDACache) -> bool:
+def is_one_call(modules: Modules, cache: KDACache, conv_size: int) -> bool:
     """Can convolution, recurrence and norm be one call?"""
     return (
         not torch.is_grad_enabled()
         and cache.conv is not None
-        and layer.conv_size > 1
-        and may_bypass("norm", layer._modules["o_norm"])
-        and convolve_as_one(layer)
+        and conv_size > 1
+        and may_bypass("norm", modules["o_norm"])
+        and convolve_as_one(modules)
     )
 
 
 def one_call(
-    layer: KimiDeltaAttention, rows: Tensor, g: Tensor, beta: Tensor, gate: Tensor, cache: KDACache, cu: Tensor | None
+    modules: Modules, mesh: Any, projected: tuple[Any, ...], cache: KDACache, cu: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """Returns the outputs after the norm, ``[B, T, HV, V]``."""
-    options = layer._options()
+    """Returns the outputs after the norm, ``[B, T, HV, V]``, of the rows, g, beta and gate."""
+    rows, g, beta, gate = projected
     options.pop("use_gate_in_kernel")
-    weight, bias = conv_parameters(layer)
+    weight, bias = conv_parameters(modules, mesh)
     check_first_run("state", cache.made_in)
-    norm: Any = layer._modules["o_norm"]
-    o: Tensor = fused_decode(
-        rows, weight, bias, cache.conv, g, beta, state=cache.state, gate=gate, norm_weight=norm.weight,
-        eps=norm.eps, activation=norm.activation, cu_seqlens=cu, **options,
-    )  # fmt: skip
+    norm = modules["o_norm"]
+    options |= {"gate": gate, "norm_weight": norm.weight, "eps": norm.eps, "activation": norm.activation}
+    o: Tensor = fused_decode(rows, weight, bias, cache.conv, g, beta, state=cache.state, cu_seqlens=cu, **options)
     return o
 
 
-def quick_step(layer: KimiDeltaAttention, x: Tensor, cache: Any) -> Tensor | None:
-    """The output of a layer for one token of each sequence, ``[B, 1, hidden_size]``. None if the general way has to
-    run, because torch or a part of the layer does more than eager numbers, or because a tensor is unusual."""
+def may_be_quick(x: Tensor, cache: Any) -> bool:
+    """May a step be quick, if its layer can? Not if torch does more than eager numbers, or if a tensor is unusual."""
     if compiling() or grad_enabled() or modes() or type(x) is not Tensor or type(cache) is not KDACache:
-        return None
+        return False
     if transforms_active() or recording() or backward_number() != -1 or calls_differ():
-        return None
-    device = x.device
-    if torch.is_autocast_enabled(device.type) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return None  # a graph would use the cache's memory for longer than the cache holds it
-    weights, memory = layer.step_weights, cache.step_memory
-    if weights is None or not weights.hold(layer):
-        weights = layer.step_weights = _weights_of(layer, x)
-        if weights is None:
-            return None
+        return False
+    # A graph would use the cache's memory for longer than the cache holds it.
+    return not (torch.is_autocast_enabled(x.device.type) or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def quick_step(weights: StepWeights, x: Tensor, cache: KDACache) -> Tensor | None:
+    """The output of a layer for one token of each sequence, ``[B, 1, hidden_size]``; None if the general way has to
+    run."""
+    memory = cache.step_memory
     if memory is None or not memory.fits(weights, x, cache):
         memory = cache.step_memory = _memory_of(weights, x, cache)
         if memory is None:
             return None
-    if (users := memory.users) is not None and raw_stream(device.index) not in users.told:
+    if (users := memory.users) is not None and raw_stream(x.device.index) not in users.told:
         users.tell(memory.o, memory.buffers)
     return _step(weights, memory, x)
 
@@ -95,14 +89,34 @@ def _step(weights: StepWeights, memory: StepMemory, x: Tensor) -> Tensor | None:
         A_log, dt_bias = single(A_log), single(dt_bias)
     try:
         library().decode(
-            None, None, None, memory.g, memory.beta, A_log, dt_bias, options=weights.options, h0=state, hT=True,
-            o=memory.o, conv=(memory.rows, weights.conv_weight, weights.conv_bias, conv_state, None),
+            None,
+            None,
+            None,
+            memory.g,
+            memory.beta,
+            A_log,
+            dt_bias,
+            options=weights.options,
+            h0=state,
+            hT=True,
+            o=memory.o,
+            conv=(memory.rows, weights.conv_weight, weights.conv_bias, conv_state, None),
             norm=(memory.gate, *weights.norm),
-        )  # fmt: skip
+        )
     except (ValueError, NotImplementedError):  # refused, so nothing was written: the general way says what is wrong
         return None
     mark_step(state, conv_state)
     return F.linear(memory.flat, *weights.o_proj)
+
+
+class Settings(NamedTuple):
+    """What a layer computes beside its parameters."""
+
+    lower_bound: float | None
+    allow_neg_eigval: bool
+    eps: float  # of its norm
+    activation: str
+    fuse_projections: bool
 
 
 class StepShapes(NamedTuple):
@@ -118,61 +132,62 @@ class StepShapes(NamedTuple):
 class StepWeights:
     """The weights of a layer as its steps take them. They are views of the parameters, so they show new numbers."""
 
-    def __init__(self, layer: KimiDeltaAttention, maps: list[Any], seconds: list[Any], whole: Tensor) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        maps: list[Any],
+        seconds: list[Any],
+        whole: Tensor,
+        heads: tuple[int, int, int],
+        settings: Settings,
+    ) -> None:
         """``maps``: those of the joint product, and ``whole``, their weights. ``seconds``: the second halves of decay
-        and gate, or None."""
-        parts: dict[str, Any] = layer._modules
-        self.snapshot, self.settings = Snapshot(layer), _settings(layer)
-        lower_bound, neg_eigval, eps, activation, _ = self.settings
+        and gate, or None. ``heads``: HV, K and V."""
+        modules: dict[str, Any] = module._modules
+        own: dict[str, Any] = module._parameters
+        self.snapshot, self.settings = Snapshot(module), settings
         self.joint, self.seconds = whole.t(), [(m.weight.detach().t(), m.bias) for m in seconds if m is not None]
-        self.conv_weight, self.conv_bias = conv_parameters(layer)
-        self.norm = parts["o_norm"].weight.detach(), eps, norm_form(activation), True
-        self.o_proj = parts["o_proj"].weight, parts["o_proj"].bias
-        heads = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-        self.A_log, self.dt_bias = layer.A_log.detach(), layer.dt_bias.detach().view(heads[:2])
+        self.conv_weight, self.conv_bias = conv_parameters(modules, None)
+        self.norm = modules["o_norm"].weight.detach(), settings.eps, norm_form(settings.activation), True
+        self.o_proj = modules["o_proj"].weight, modules["o_proj"].bias
+        self.A_log, self.dt_bias = own["A_log"].detach(), own["dt_bias"].detach().view(heads[:2])
         self.narrow_gate = any(p.dtype.itemsize < 4 for p in (self.A_log, self.dt_bias))
-        self.options = make_options(self.A_log, None, lower_bound, True, True, True, neg_eigval, True)
-        columns = (sum(sizes_of(layer)), *(m.weight.shape[0] for m in maps[3:]))
+        bound, neg_eigval = settings.lower_bound, settings.allow_neg_eigval
+        self.options = make_options(self.A_log, None, bound, ALL_IN_KERNEL, neg_eigval, v_first=True)
+        rows = [m.weight.shape[0] for m in maps]
+        columns = (sum(rows[:3]), *rows[3:])
         filling = filled_up(sum(columns)) - sum(columns)
         ends = tuple(0 if m is None else m.weight.shape[0] for m in seconds)
         self.shapes = StepShapes((*columns, filling), ends, heads, whole.dtype, whole.device)
-
-    def hold(self, layer: KimiDeltaAttention) -> bool:
-        return self.snapshot.holds(layer) and self.settings == _settings(layer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and files of a layer have None in its place: views of other weights are no use to them."""
         return type(None), ()
 
 
-def _settings(layer: KimiDeltaAttention) -> tuple[Any, ...]:
-    norm: Any = layer._modules["o_norm"]
-    return layer.lower_bound, layer.allow_neg_eigval, norm.eps, norm.activation, layer.fuse_projections
-
-
-def _weights_of(layer: KimiDeltaAttention, x: Tensor) -> StepWeights | None:
-    """None if some part has to be called itself, or if weights are distributed, lie apart, or need another dtype."""
-    parts: dict[str, Any] = layer._modules
-    if not are_own("norm", parts["o_norm"]) or not layer._parameters.keys() >= {"A_log", "dt_bias"}:
-        return None  # first, because a layer of which it is true would come here in every step
-    maps = joint_maps(layer, x)
-    if maps is None or len(maps) < 6 or layer.conv_size == 1 or not convolve_as_one(layer):
+def weights_of(
+    module: nn.Module, maps: list[Any], x: Tensor, heads: tuple[int, int, int], settings: Settings
+) -> StepWeights | None:
+    """For a layer whose norm is its own. ``maps``: those of its joint product. None if another part has to be called
+    itself, or if weights are distributed, lie apart, or need another dtype."""
+    modules: dict[str, Any] = module._modules
+    if len(maps) < 6 or not convolve_as_one(modules):
         return None
-    halves = parts["f_proj"], parts["g_proj"]
+    halves = modules["f_proj"], modules["g_proj"]
     seconds = [m._modules["1"] if type(m) is nn.Sequential else None for m in halves]
-    linear = [*maps, parts["o_proj"], *(m for m in seconds if m is not None)]
+    linear = [*maps, modules["o_proj"], *(m for m in seconds if m is not None)]
     whole = whole_of([m.weight for m in maps]) if are_plain_maps(*linear, bias=True) else None
     if whole is None:
         return None
-    convs = convolutions(layer)
+    convs = convolutions(modules)
     biases = [c.bias for c in convs if c.bias is not None]
     if whole_of([c.weight for c in convs]) is None or (biases and whole_of(biases) is None):
         return None
-    parameters = list(layer.parameters())
+    parameters = list(module.parameters())
     if not are_plain(parameters, x.device) or not all(p.is_contiguous() for p in parameters):
         return None
     same_dtype = {p.dtype for m in linear for p in m.parameters()} == {x.dtype}
-    return StepWeights(layer, maps, seconds, whole) if same_dtype else None
+    return StepWeights(module, maps, seconds, whole, heads, settings) if same_dtype else None
 
 
 _ADDRESS, _CONTIGUOUS = Tensor.data_ptr, Tensor.is_contiguous
@@ -271,5 +286,5 @@ def _memory_of(weights: StepWeights, x: Tensor, cache: KDACache) -> StepMemory |
         return None
     if not are_plain([x, cache.conv, cache.state], shapes.device):
         return None
-    with torch.inference_mode(False):  # so that steps in and out of it can use the same memory
+    with torch.inference_mode(mode=False):  # so that steps in and out of it can use the same memory
         return StepMemory(shapes, x, cache)

@@ -10,7 +10,7 @@ in bytes of 16 bits, with N the columns of the joint weights: ``2 hidden + 2 N``
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +19,12 @@ from torch.nn import functional as F
 from .. import functions
 from ..call.derivatives import apply, autocast_state, first_derivatives, refuse_forward_mode
 from ..call.inputs import TrainingCall
-from ..call.options import Options, make_options
-from ..call.tracing import compiling, makes_graph
+from ..call.options import Options
+from ..call.tracing import compiling
 from .bypass import are_plain_maps
-from .parts import as_one, convolutions, convolve_as_one, joint_maps
+from .parts import Modules, as_one, convolutions, convolve_as_one
 from .products import copies
 from .projections import Linear, joint_gradients, joint_product
-
-if TYPE_CHECKING:
-    from ..nn import KimiDeltaAttention
 
 
 class Shape(NamedTuple):
@@ -97,17 +94,17 @@ def _decay(shape: Shape, f: Tensor, second: Tensor | None) -> Tensor:
 
 def _convolved_and_decay(shape: Shape, cu: Tensor | None, p: Parameters, parts: _Parts) -> tuple[Tensor, Tensor]:
     """What backward computes again: q, k and v, ``[B, T, D]``, and the decay's input, ``[B, T, HV, K]``."""
-    convolved = functions.seen_conv(parts.raw, *p.convolution(), None, cu, True)
+    convolved = functions.seen_conv(parts.raw, *p.convolution(), None, cu, silu=True)
     return convolved, _decay(shape, parts.f, p.f_second)
 
 
 def _call(
     shape: Shape, cu: Tensor | None, p: Parameters, heads: Sequence[Tensor], g: Tensor, beta: Tensor
-) -> TrainingCall:  # fmt: skip
+) -> TrainingCall:
     q, k, v = heads
     return TrainingCall(
         q=q, k=k, v=v, g=g, beta=beta, A_log=p.A_log, dt_bias=p.dt_bias, h0=None, cu=cu, options=shape.options
-    )  # fmt: skip
+    )
 
 
 def _product_into(place: Tensor, a: Tensor, b: Tensor) -> None:
@@ -129,7 +126,7 @@ class LayerFunction(torch.autograd.Function):
         parts = _Parts(shape, y, [w.shape[0] for w in p[:6]])
         convolved, g = _convolved_and_decay(shape, cu, p, parts)
         call = _call(shape, cu, p, parts.heads(convolved), g, parts.beta)
-        o, _, saved = functions.seen_forward(call, False, shape.h_every, False, None)
+        o, _, saved = functions.seen_forward(call, final_state=False, h_every=shape.h_every)
         gate = parts.g if p.g_second is None else F.linear(parts.g, p.g_second, p.g_bias)
         ctx.shape, ctx.count, ctx.autocast = shape, len(saved), autocast_state()
         ctx.save_for_backward(cu, x, y, *p, *saved)
@@ -162,26 +159,44 @@ class LayerFunction(torch.autograd.Function):
 
 
 def _recurrence(
-    shape: Shape, cu: Tensor | None, p: Parameters, parts: _Parts, d: _Parts, saved: Sequence[Tensor], d_o: Tensor,
+    shape: Shape,
+    cu: Tensor | None,
+    p: Parameters,
+    parts: _Parts,
+    d: _Parts,
+    saved: Sequence[Tensor],
+    d_o: Tensor,
     wanted: dict[str, bool],
-) -> dict[str, Tensor | None]:  # fmt: skip
+) -> dict[str, Tensor | None]:
     """Writes the gradients of the rows, the decay and beta to ``d``; returns those of parameters by name."""
     convolved, g = _convolved_and_decay(shape, cu, p, parts)
     d_convolved = torch.empty_like(convolved)
     dg = torch.empty_like(g) if p.f_second is not None else _decay(shape, d.f, None)
     grads = functions.seen_backward(
-        _call(shape, cu, p, parts.heads(convolved), g, parts.beta), saved, shape.h_every, d_o, None,
-        (*(True,) * 5, wanted["A_log"], wanted["dt_bias"], False), into=(*d.heads(d_convolved), dg, d.beta),
-    )  # fmt: skip
+        _call(shape, cu, p, parts.heads(convolved), g, parts.beta),
+        saved,
+        shape.h_every,
+        d_o,
+        None,
+        (*(True,) * 5, wanted["A_log"], wanted["dt_bias"], False),
+        into=(*d.heads(d_convolved), dg, d.beta),
+    )
     found = {"A_log": grads[5], "dt_bias": grads[6]}
     if p.f_second is not None:
         rows = dg.flatten(2).flatten(0, 1)
         _product_into(d.f, rows, p.f_second)
         found["f_second"] = torch.mm(rows.t(), parts.f) if wanted["f_second"] else None
     _, dw, db, _ = functions.seen_conv_backward(
-        parts.raw, *p.convolution(), None, cu, True, d_convolved, None,
-        wanted=(False, any(wanted[n] for n in _WEIGHTS), any(wanted[n] for n in _BIASES), False), into=d.raw,
-    )  # fmt: skip
+        parts.raw,
+        *p.convolution(),
+        None,
+        cu,
+        silu=True,
+        dy=d_convolved,
+        d_last=None,
+        wanted=(False, any(wanted[n] for n in _WEIGHTS), any(wanted[n] for n in _BIASES), False),
+        into=d.raw,
+    )
     sizes = [w.shape[0] for w in p.convolutions()[0]]
     if dw is not None:
         found |= zip(_WEIGHTS, copies(dw.unsqueeze(1), sizes), strict=True)
@@ -190,49 +205,42 @@ def _recurrence(
     return found
 
 
-def train(layer: KimiDeltaAttention, x: Tensor, cu: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """``(o, gate)``, ``[B, T, HV, V]`` each, of x ``[B, T, hidden]``; None where the parts have to run one by one: if
-    nothing needs gradients or torch makes a graph, if a part was replaced or hooked, or if the layer has
-    no convolution, a single token recurrence, or a gate of full rank with a bias."""
-    if not torch.is_grad_enabled() or makes_graph():
+def weights_of(modules: Modules, maps: list[Any]) -> dict[str, Any] | None:
+    """The :class:`Parameters` of a layer, but for those of its decay. ``maps``: those of its joint product. None where
+    the parts have to run one by one: if one was replaced or hooked, or if there is no convolution, or a gate of full
+    rank with a bias."""
+    if len(maps) != 6 or not convolve_as_one(modules):
         return None
-    maps = joint_maps(layer, x)
-    convs = convolutions(layer)
-    if maps is None or len(maps) != 6:
-        return None
-    second: list[Any] = [m[1] if isinstance(m, nn.Sequential) else None for m in (layer.f_proj, layer.g_proj)]
+    convs = convolutions(modules)
+    second: list[Any] = [m[1] if isinstance(m, nn.Sequential) else None for m in (modules["f_proj"], modules["g_proj"])]
     if (
-        layer.mode != "chunk"
-        or layer.conv_size == 1
-        or not convolve_as_one(layer)
-        or any(type(p) not in (nn.Parameter, type(None)) for c in convs for p in c._parameters.values())
+        any(type(p) not in (nn.Parameter, type(None)) for c in convs for p in c._parameters.values())
         or not are_plain_maps(*(m for m in second if m is not None), bias=True)
         or (second[0] is not None and second[0].bias is not None)
     ):
         return None
-    options = layer._options()
-    HV, K, V = layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
-    q, k, v, f, g, b = (m.weight for m in maps)
-    f_second, g_second = (None if m is None else m.weight for m in second)
-    g_bias = None if second[1] is None else second[1].bias
-    q_conv, k_conv, v_conv = (c.weight for c in convs)
-    q_bias, k_bias, v_bias = (c.bias for c in convs)
-    p = Parameters(
-        q=q, k=k, v=v, f=f, g=g, b=b, f_second=f_second, g_second=g_second, g_bias=g_bias, A_log=options["A_log"],
-        dt_bias=options["dt_bias"].view(HV, K), q_conv=q_conv, k_conv=k_conv, v_conv=v_conv, q_bias=q_bias,
-        k_bias=k_bias, v_bias=v_bias,
-    )  # fmt: skip
-    h_every = functions.chunks_between_states((x, *p), layer.disable_recompute)
+    found: dict[str, Any] = {name: m.weight for name, m in zip("qkvfgb", maps, strict=True)}
+    found |= {f"{name}_second": None if m is None else m.weight for name, m in zip("fg", second, strict=True)}
+    found["g_bias"] = None if second[1] is None else second[1].bias
+    for name, c in zip("qkv", convs, strict=True):
+        found |= {f"{name}_conv": c.weight, f"{name}_bias": c.bias}
+    return found
+
+
+def train(
+    p: Parameters, x: Tensor, cu: Tensor | None, heads: tuple[int, int, int, int], form: Options, keep_all: bool
+) -> tuple[Tensor, Tensor] | None:
+    """``(o, gate)``, ``[B, T, HV, V]`` each, of x ``[B, T, hidden]``; None if nothing needs gradients. ``heads``: H,
+    HV, K and V. ``keep_all``: backward recomputes nothing of the recurrence."""
+    h_every = functions.chunks_between_states((x, *p), keep_all)
     if not h_every:
         return None
-    form = Options(*make_options(p.A_log, None, layer.lower_bound, True, True, True, layer.allow_neg_eigval, True))
-    shape = Shape((x.shape[0], x.shape[1]), (layer.num_heads, HV, K, V), form, h_every)
+    shape = Shape((x.shape[0], x.shape[1]), heads, form, h_every)
     o, gate = apply(LayerFunction, shape, cu, x.reshape(-1, x.shape[2]), *p)
     return o, gate.view(o.shape)
 
 
-def project(layer: KimiDeltaAttention, o: Tensor) -> Tensor:
-    """The output projection behind :func:`train`. Its backward, too, does not depend on autocast around it."""
-    m: Any = layer.o_proj
+def project(m: Any, o: Tensor) -> Tensor:
+    """The output projection ``m`` behind :func:`train`. Its backward, too, does not depend on autocast around it."""
     projected: Tensor = apply(Linear, o, m.weight, m.bias) if are_plain_maps(m, bias=True) else m(o)
     return projected

@@ -33,6 +33,14 @@ from . import convolution, gate, layer, norm, prefill_f32, serving, speculation,
 SeenByTorch = mode_that_sees()
 
 __all__ = [
-    "SeenByTorch", "convolution", "gate", "layer", "norm", "prefill_f32", "serving", "speculation",
-    "stages", "training",
-]  # fmt: skip
+    "SeenByTorch",
+    "convolution",
+    "gate",
+    "layer",
+    "norm",
+    "prefill_f32",
+    "serving",
+    "speculation",
+    "stages",
+    "training",
+]

@@ -8,26 +8,39 @@ import torch
 
 from .. import autograd
 from ..call.derivatives import refuse_second_derivatives
-from ..call.graph import LIBRARY, RUN, WRITTEN, Tensor, by_schema, define, in_order, nothing
-from ..call.library import library
+from ..call.graph import LIBRARY, RUN, WRITTEN, LibraryCall, Tensor, by_schema, define, in_order, nothing
 
 _CONV = "Tensor x, Tensor weight, Tensor? bias"
 _MORE = "Tensor? x1=None, Tensor? x2=None"  # more channels; last, so that older graphs without them load
 
 
 def _conv_run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
-    final_state: bool, impl: str | None, x1: Tensor | None = None, x2: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    final_state: bool,
+    impl: str | None,
+    x1: Tensor | None = None,
+    x2: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     more = () if x1 is None else (x1, x2)
     y, last = autograd.run_conv(x, weight, bias, initial_state, cu_seqlens, silu, final_state, impl, more=more)
     return y, x.new_empty(0) if last is None else last
 
 
 def _conv_fake(
-    x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, final_state: bool,
-    x1: Tensor | None, x2: Tensor | None, **_: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    final_state: bool,
+    x1: Tensor | None,
+    x2: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
     D = sum(autograd.conv_sizes(x, x1, x2))
     dtype = x.dtype if initial_state is None or not final_state else initial_state.dtype
     shape = autograd.conv_state_shape(x, weight, cu_seqlens, D) if final_state else (0,)
@@ -44,20 +57,34 @@ define(
 
 
 def _conv_backward_run(
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
-    dy: Tensor, d_final_state: Tensor | None, wanted: list[bool], x1: Tensor | None = None, x2: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    dy: Tensor,
+    d_final_state: Tensor | None,
+    wanted: list[bool],
+    x1: Tensor | None = None,
+    x2: Tensor | None = None,
+) -> tuple[Tensor, ...]:
     more = () if x1 is None else (x1, x2)
     grads = autograd.run_conv_backward(
         x, weight, bias, initial_state, cu_seqlens, silu, dy, d_final_state, wanted=wanted, more=more
-    )  # fmt: skip
+    )
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 
 
 def _conv_backward_fake(
-    x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, wanted: list[bool],
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    wanted: list[bool],
     **_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     inputs = (dy, weight, bias, initial_state)
     return tuple(
         t.new_empty(t.shape) if w and t is not None else x.new_empty(0) for t, w in zip(inputs, wanted, strict=True)
@@ -98,7 +125,7 @@ def _conv_autograd(ctx: Any, dy: Tensor | None, d_last: Tensor | None) -> tuple[
         dy = a["x"].new_zeros((*a["x"].shape[:2], sum(autograd.conv_sizes(*parts))))
     found = torch.ops.kda.conv_backward(
         **a, cu_seqlens=cu, silu=ctx.silu, dy=dy, d_final_state=d_last if ctx.final_state else None, wanted=ctx.wanted
-    )  # fmt: skip
+    )
     dx, dweight, dbias, d_state = (g if w else None for g, w in zip(found, ctx.wanted, strict=True))
     gradients = {"weight": dweight, "bias": dbias, "initial_state": d_state}
     gradients |= zip(("x", "x1", "x2"), autograd.conv_parts(dx, *parts), strict=False)
@@ -114,27 +141,17 @@ def conv(*, final_state: bool, **rest: Any) -> Any:
     return y, last if final_state else None
 
 
-def _conv_update_run(
-    x: Any, weight: Any, bias: Any, cu_seqlens: Any, state: Any, state_indices: Any, has_initial_state: Any,
-    first_valid_slot: int, out: Any, silu: bool, impl: Any, num_threads: int, out_state_indices: Any,
-    update_state: bool, checkpoints: Any, checkpoint_slots: Any, checkpoint_offset: Any, checkpoint_every: int,
-    x1: Any = None, x2: Any = None,
-) -> None:  # fmt: skip
-    library().conv(
-        x, weight, bias, cu_seqlens, state, state if update_state else None, state_indices, has_initial_state, y=out,
-        silu=silu, first_valid_slot=first_valid_slot, impl=impl, num_threads=num_threads,
-        out_state_indices=out_state_indices, checkpoints=checkpoints, checkpoint_slots=checkpoint_slots,
-        checkpoint_offset=checkpoint_offset, checkpoint_every=checkpoint_every, x1=x1, x2=x2,
-    )  # fmt: skip
-
-
 define(
     "conv_update",
     f"({_CONV}, Tensor? cu_seqlens, Tensor(a!) state, Tensor? state_indices, Tensor? has_initial_state,"
     f" SymInt first_valid_slot, Tensor(b!) out, bool silu, {RUN}, {WRITTEN}, Tensor(c!)? checkpoints,"
     " Tensor? checkpoint_slots, Tensor? checkpoint_offset, SymInt checkpoint_every,"
     f" {_MORE}) -> ()",
-    _conv_update_run,
+    LibraryCall(
+        "conv",
+        {"state": "initial_state", "out": "y", "update_state": ""},
+        "final_state=state if update_state else None",
+    ),
     nothing,
     "kda.causal_conv1d",
 )

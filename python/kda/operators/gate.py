@@ -38,9 +38,7 @@ def _gate_backward_run(
     return dx, x.new_empty(0) if dA is None else dA, x.new_empty(0) if d_bias is None else d_bias
 
 
-def _gate_backward_fake(
-    x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, **_: Any
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _gate_backward_fake(x: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, **_: Any) -> tuple[Tensor, ...]:
     empty = x.new_empty(0)
     return (
         x.new_empty(x.shape),
@@ -70,9 +68,7 @@ def _gate_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gate_autograd(ctx: Any, dg: Tensor) -> tuple[Any, ...]:
     x, A_log, dt_bias = ctx.saved_tensors
     dx, dA, d_bias = torch.ops.kda.gate_backward(x, A_log, dt_bias, dg, ctx.form, ctx.lower_bound)
-    gradients = {
-        "x": dx, "A_log": None if A_log is None else dA, "dt_bias": None if dt_bias is None else d_bias
-    }  # fmt: skip
+    gradients = {"x": dx, "A_log": None if A_log is None else dA, "dt_bias": None if dt_bias is None else d_bias}
     return _GATE_IN_ORDER(gradients)
 
 

@@ -39,9 +39,14 @@ define(
 
 
 def _backward_run(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, dy: Tensor, eps: float, activation: int,
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    dy: Tensor,
+    eps: float,
+    activation: int,
     wanted: list[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     grads = autograd.run_norm_gate_backward(x, gate, weight, dy, eps, activation, wanted)
     return tuple(x.new_empty(0) if g is None else g for g in grads)
 

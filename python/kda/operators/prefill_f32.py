@@ -57,14 +57,20 @@ define_in(
 
 
 def _forward_to(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk_size: int, w: Tensor | None, u: Tensor | None,
-    o: Tensor | None, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int,
+    w: Tensor | None,
+    u: Tensor | None,
+    o: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
     made = _forward_fake(q, k, v, g, beta, chunk_size)
     o, w, u = (b if a is None else a for a, b in zip((o, w, u), made, strict=True))
-    torch.ops.kda_prefill.write(
-        q=q, k=k, v=v, g=g, beta=beta, chunk_size=chunk_size, w=w, u=u, o=o, **options
-    )  # fmt: skip
+    torch.ops.kda_prefill.write(q=q, k=k, v=v, g=g, beta=beta, chunk_size=chunk_size, w=w, u=u, o=o, **options)
     return o, w, u
 
 

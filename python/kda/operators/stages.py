@@ -44,9 +44,15 @@ def _segment_map_run(**arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _segment_map_fake(
-    q: Tensor, v: Tensor, cu_seqlens: Tensor | None, state_layout: int, d_o: Tensor | None, want_M: bool, want_b: bool,
+    q: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    state_layout: int,
+    d_o: Tensor | None,
+    want_M: bool,
+    want_b: bool,
     **_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     M, state = shared.map_shapes(q, v, cu_seqlens, state_layout == STATE_V_FIRST)
     wanted = ((M, want_M), (state, want_b), (state, d_o is not None))
     wide = getattr(torch, shared.wide_name(q))

@@ -23,7 +23,7 @@ def _call(a: dict[str, Any]) -> TrainingCall:
 
 def _forward_run(**a: Any) -> tuple[Tensor, ...]:
     call = _call(a)
-    o, hT, saved = autograd.run_forward(call, a["final_state"], a["h_every"], a["recurrent"], a["impl"])
+    o, hT, saved = autograd.run_forward(call, a["final_state"], a["h_every"], recurrent=a["recurrent"], impl=a["impl"])
     empty = [call.v.new_empty(0, dtype=torch.float32) for _ in range(5)]
     return (o, empty[0] if hT is None else hT, *saved, *empty[len(saved) + 1 :])
 
@@ -117,10 +117,15 @@ def _forward_backward(ctx: Any, d_o: Tensor | None, dhT: Tensor | None, *_: Any)
     leaves = dict(zip((*_LEAVES, "cu_seqlens"), kept, strict=False))
     saved = dict.fromkeys(_SAVED) | dict(zip(_SAVED, kept[len(leaves) :], strict=False))
     grads = run_operator(
-        "backward", **leaves, options=ctx.options, **saved, h_every=ctx.h_every,
-        d_o=torch.zeros_like(leaves["v"]) if d_o is None else d_o, dhT=dhT if ctx.final_state else None,
+        "backward",
+        **leaves,
+        options=ctx.options,
+        **saved,
+        h_every=ctx.h_every,
+        d_o=torch.zeros_like(leaves["v"]) if d_o is None else d_o,
+        dhT=dhT if ctx.final_state else None,
         wanted=ctx.wanted,
-    )  # fmt: skip
+    )
     found = {name: x for name, x, w in zip(_LEAVES, grads, ctx.wanted, strict=True) if w}
     return _FORWARD_IN_ORDER(found)
 
@@ -135,7 +140,7 @@ def forward_states(call: TrainingCall, final_state: bool, chunks: int, impl: str
 
 
 def forward(
-    call: TrainingCall, final_state: bool, h_every: int, recurrent: bool, impl: str | None
+    call: TrainingCall, final_state: bool, h_every: int, *, recurrent: bool, impl: str | None
 ) -> tuple[Tensor, Tensor | None]:
     """What ``KDAFunction.apply`` does in eager mode."""
     o, hT, *_ = run_operator(

@@ -31,7 +31,7 @@ def gpu_why_not(index: int) -> str | None:
     import torch
 
     x, o = torch.empty(2, 1, 1, 1, 64, dtype=torch.bfloat16, device=f"cuda:{index}")
-    options = make_options(None, None, None, False, False, False, False, True)
+    options = make_options(None, None, None, (False, False, False), neg_eigval=False, v_first=True)
     try:  # the kernel that takes any prefill
         library().forward_workspace(x, x, x, x, x[..., 0], options=options, o=o, impl="cuda_prefill_recurrent")
     except NotImplementedError as error:

@@ -23,9 +23,14 @@ Tensor = torch.Tensor
 
 
 def _conv_why_not(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
-    activation: str | None = None, initial_state: Tensor | None = None, **_: Any,
-) -> str | None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    initial_state: Tensor | None = None,
+    **_: Any,
+) -> str | None:
     if weight is None or not 2 <= weight.shape[1] <= 4:
         return "kda convolves with 2 to 4 weights per channel"
     if residual is not None:
@@ -53,15 +58,20 @@ def _read_again(state: Tensor | None) -> Tensor | None:
 
 
 def _conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, activation: str | None = None,
-    cu_seqlens: Tensor | None = None, **_: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None]:
     D, W = weight.shape
     flat = dense_last(_three(x, D))
-    y, _last = run_conv(
-        flat, dense_last(weight), bias, _read_again(initial_state), cu_seqlens, activation is not None, False, None
-    )
+    silu = activation is not None
+    y, _last = run_conv(flat, dense_last(weight), bias, _read_again(initial_state), cu_seqlens, silu)
     last = _last_inputs(flat, W, initial_state, cu_seqlens) if output_final_state else None
     return y.view(x.shape), last
 
@@ -86,16 +96,29 @@ def _last_inputs(x: Tensor, W: int, state: Tensor | None, cu: Tensor | None) -> 
 
 
 def _conv_backward(
-    x: Tensor, dy: Tensor, dht: Tensor | None, weight: Tensor, bias: Tensor | None = None,
-    residual: Tensor | None = None, initial_state: Tensor | None = None, activation: str | None = None,
-    cu_seqlens: Tensor | None = None, **_: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    x: Tensor,
+    dy: Tensor,
+    dht: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    activation: str | None = None,
+    cu_seqlens: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor | None, ...]:
     D = weight.shape[0]
     dx, dw, db, d_state = run_conv_backward(
-        dense_last(_three(x, D)), dense_last(weight), bias, _read_again(initial_state), cu_seqlens,
-        activation is not None, _three(dy, D), None,
+        dense_last(_three(x, D)),
+        dense_last(weight),
+        bias,
+        _read_again(initial_state),
+        cu_seqlens,
+        activation is not None,
+        _three(dy, D),
+        None,
         wanted=(True, True, bias is not None, initial_state is not None),
-    )  # fmt: skip
+    )
     if d_state is not None:
         d_state = torch.nn.functional.pad(d_state, (1, 0))
     return None if dx is None else dx.view(x.shape), dw, db, None, d_state
@@ -110,9 +133,13 @@ def _update_why_not(x: Tensor, cache: Tensor | None = None, **given: Any) -> str
 
 
 def _update(
-    x: Tensor, cache: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None,
+    x: Tensor,
+    cache: Tensor,
+    residual: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
     activation: str | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     assert weight is not None
     D = weight.shape[0]
     with torch.no_grad():  # FLA's function has no gradients, whatever requires them
@@ -121,9 +148,14 @@ def _update(
         cache[..., 0] = cache[..., 1]  # the column that nobody reads, but FLA keeps
         state = cache[..., 1:]
         library().conv(
-            x=tokens, weight=dense_last(weight), bias=bias, initial_state=state, final_state=state, y=y,
+            x=tokens,
+            weight=dense_last(weight),
+            bias=bias,
+            initial_state=state,
+            final_state=state,
+            y=y,
             silu=activation is not None,
-        )  # fmt: skip
+        )
         torch.autograd.graph.increment_version(cache)
     return y.view(x.shape), cache
 
@@ -132,10 +164,17 @@ def _update(
 
 
 def _norm_why_not(
-    x: Tensor, g: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, activation: str = "swish",
-    residual: Tensor | None = None, out_dtype: torch.dtype | None = None, residual_dtype: torch.dtype | None = None,
-    is_rms_norm: bool = False, **_: Any,
-) -> str | None:  # fmt: skip
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "swish",
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    residual_dtype: torch.dtype | None = None,
+    is_rms_norm: bool = False,
+    **_: Any,
+) -> str | None:
     if not is_rms_norm or bias is not None:
         return "kda has the RMS norm without a bias alone"
     if residual is not None or (residual_dtype is not None and residual_dtype != x.dtype):
@@ -156,9 +195,14 @@ def _four(x: Tensor) -> Tensor:
 
 
 def _norm(
-    x: Tensor, g: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, activation: str = "swish",
-    eps: float = 1e-5, **_: Any,
-) -> tuple[Tensor, None, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "swish",
+    eps: float = 1e-5,
+    **_: Any,
+) -> tuple[Tensor, None, Tensor, Tensor]:
     y = run_norm_gate(dense_last(_four(x)), dense_last(_four(g)), weight, eps, ACTIVATIONS[activation], None)
     # FLA keeps 1 / sqrt(..) of each row for its backward. Ours computes it again, and an empty tensor in that place
     # tells our backward that it must run, even where FLA_KDA_LIB has been changed in between.
@@ -176,10 +220,18 @@ def _norm_backward_why_not(**given: Any) -> str | None:
 
 
 def _norm_backward(
-    dy: Tensor, x: Tensor, g: Tensor, weight: Tensor | None = None, bias: Tensor | None = None,
-    activation: str = "swish", eps: float = 1e-5, dresidual: Tensor | None = None, x_dtype: torch.dtype | None = None,
-    recompute_output: bool = False, **_: Any,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    g: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str = "swish",
+    eps: float = 1e-5,
+    dresidual: Tensor | None = None,
+    x_dtype: torch.dtype | None = None,
+    recompute_output: bool = False,
+    **_: Any,
+) -> tuple[Tensor | None, ...]:
     form, wide, gate = ACTIVATIONS[activation], dense_last(_four(x)), dense_last(_four(g))
     dx, dg, dw = run_norm_gate_backward(
         wide, gate, weight, _four(dy.to(x.dtype)), eps, form, (True, True, weight is not None)

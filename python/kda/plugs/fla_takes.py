@@ -178,9 +178,12 @@ def _recurrent(given: Given) -> tuple[Tensor, Tensor | None]:
 
 
 def _fused_gate_why_not(
-    g: Tensor, A_log: Tensor | None = None, lower_bound: float | None = None,
-    output_dtype: torch.dtype = torch.float32, **_: Any,
-) -> str | None:  # fmt: skip
+    g: Tensor,
+    A_log: Tensor | None = None,
+    lower_bound: float | None = None,
+    output_dtype: torch.dtype = torch.float32,
+    **_: Any,
+) -> str | None:
     if output_dtype not in DTYPES:
         return f"kda writes bfloat16, float16 and float32, not {output_dtype}"
     return _gate_why_not(A_log, lower_bound) or place_why_not(g)
@@ -195,9 +198,12 @@ def _gate_backward_why_not(
 
 
 def _gate_backward(
-    g: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None, dyg: Tensor | None = None,
+    g: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dyg: Tensor | None = None,
     lower_bound: float | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     assert dyg is not None
     HV, K = g.shape[-2:]
     x, dy = (dense_last(t.reshape(-1, HV, K)) for t in (g, dyg))
@@ -216,9 +222,14 @@ def _gate_backward(
 
 
 def _wy_dqkg_why_not(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None = None, chunk_size: int = CHUNK,
-    use_graph: bool = False, **_: Any,
-) -> str | None:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int = CHUNK,
+    use_graph: bool = False,
+    **_: Any,
+) -> str | None:
     if (reason := _heads_why_not(q, k, v)) is not None:
         return reason
     if cu_seqlens is not None or use_graph:
@@ -231,15 +242,27 @@ def _wy_dqkg_why_not(
 
 
 def _wy_dqkg(
-    q: Tensor, k: Tensor, v: Tensor, v_new: Tensor, g: Tensor, beta: Tensor, A: Tensor, h: Tensor, do: Tensor,
-    dh: Tensor, dv: Tensor, scale: float | None = None, state_v_first: bool = False, **_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    v_new: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A: Tensor,
+    h: Tensor,
+    do: Tensor,
+    dh: Tensor,
+    dv: Tensor,
+    scale: float | None = None,
+    state_v_first: bool = False,
+    **_: Any,
+) -> tuple[Tensor, ...]:
     from ..stages import bwd_wy_dqkg
 
     h, dh = (x.reshape(-1, *x.shape[-3:]) for x in (h, dh))
     return bwd_wy_dqkg(
         q, k, v, v_new, g, beta, A.float(), h, d_o=do, dh=dh, dv_new=dv, scale=scale, state_v_first=state_v_first
-    )  # fmt: skip
+    )
 
 
 KDA = {

@@ -21,12 +21,32 @@ from .declined import Declined
 
 
 def decode_rows(
-    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, *, N: int, T: int, state_indices: Any, A_log: Any,
-    dt_bias: Any, lower_bound: float | None, scale: float | None = None, l2norm: bool = True, gate: bool = True,
-    sigmoid: bool = True, first_valid_slot: int = 0, update_state: bool = True, snapshots: Any = None,
-    snapshot_slots: Any = None, accepted: Any = None, conv: Conv | None = None, norm: Norm | None = None,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    state: Any,
+    *,
+    N: int,
+    T: int,
+    state_indices: Any,
+    A_log: Any,
+    dt_bias: Any,
+    lower_bound: float | None,
+    scale: float | None = None,
+    l2norm: bool = True,
+    gate: bool = True,
+    sigmoid: bool = True,
+    first_valid_slot: int = 0,
+    update_state: bool = True,
+    snapshots: Any = None,
+    snapshot_slots: Any = None,
+    accepted: Any = None,
+    conv: Conv | None = None,
+    norm: Norm | None = None,
     out: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """T tokens of each of N requests, in place on a pool of states.
 
     Args:
@@ -68,12 +88,29 @@ def decode_rows(
     ):
         arrays = (q, k, v, g, beta, A_log, dt_bias, state, out, snapshots, *(conv or ()), *arrays_of(norm))
         check_serving(WITH_GRADIENTS, arrays)
-    options = make_options(A_log, scale, lower_bound, l2norm, gate, sigmoid, False, True)
+    options = make_options(A_log, scale, lower_bound, (l2norm, gate, sigmoid), neg_eigval=False, v_first=True)
     library().decode_rows(
-        q, k, v, g, beta, A_log, dt_bias, N=N, T=T, options=options, h0=state, hT=update_state,
-        state_indices=state_indices, first_valid_slot=first_valid_slot, o=out, conv=conv, snapshots=snapshots,
-        snapshot_slots=snapshot_slots, accepted=accepted, norm=norm_fields(norm),
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        N=N,
+        T=T,
+        options=options,
+        h0=state,
+        hT=update_state,
+        state_indices=state_indices,
+        first_valid_slot=first_valid_slot,
+        o=out,
+        conv=conv,
+        snapshots=snapshots,
+        snapshot_slots=snapshot_slots,
+        accepted=accepted,
+        norm=norm_fields(norm),
+    )
     if conv is None and not (update_state and snapshots is not None):
         mark_step(state if update_state else snapshots, out)
     else:

@@ -77,31 +77,77 @@ def _rows(a: Any, b: Any, N: int, T: int, HV: int, K: int) -> tuple[Any, Any]:
 
 
 def _decode(
-    kernel: Any, q: Any, k: Any, v: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, ssm_states: Any,
-    cache_indices: Any, query_start_loc: Any, lower_bound: float | None = None,
-) -> Any:  # fmt: skip
+    kernel: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    a: Any,
+    b: Any,
+    *,
+    A_log: Any,
+    dt_bias: Any,
+    ssm_states: Any,
+    cache_indices: Any,
+    query_start_loc: Any,
+    lower_bound: float | None = None,
+) -> Any:
     """``q, k: [1, T, H, K]``, ``v: [1, T, HV, V]``, ``a`` and ``b`` the raw gate and beta: ``[1, T, HV, V]``."""
     (B, T, HV, _), N = v.shape, query_start_loc.shape[0] - 1
     check_one_row("v", B)
     if T == N:  # a token of each request
         return decode_rows(
-            q, k, v, a, b, ssm_states, N=N, T=1, state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias,
+            q,
+            k,
+            v,
+            a,
+            b,
+            ssm_states,
+            N=N,
+            T=1,
+            state_indices=cache_indices,
+            A_log=A_log,
+            dt_bias=dt_bias,
             lower_bound=lower_bound,
-        )  # fmt: skip
+        )
     a, b = _rows(a, b, 1, T, HV, q.shape[3])
     return decode(
-        q, k, v, a, b, ssm_states, cu_seqlens=query_start_loc, state_indices=_first(cache_indices, N), A_log=A_log,
-        dt_bias=dt_bias, lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        q,
+        k,
+        v,
+        a,
+        b,
+        ssm_states,
+        cu_seqlens=query_start_loc,
+        state_indices=_first(cache_indices, N),
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
+    )
 
 
 def _packed_decode(
-    kernel: Any, mixed_qkv: Any, a: Any, b: Any, *, A_log: Any, dt_bias: Any, scale: float, ssm_states: Any,
-    cache_indices: Any, num_v_heads: int, head_v_dim: int, lower_bound: float | None = None, replayssm_d: Any = None,
-    replayssm_k: Any = None, replayssm_g: Any = None, replayssm_write_pos: Any = None,
+    kernel: Any,
+    mixed_qkv: Any,
+    a: Any,
+    b: Any,
+    *,
+    A_log: Any,
+    dt_bias: Any,
+    scale: float,
+    ssm_states: Any,
+    cache_indices: Any,
+    num_v_heads: int,
+    head_v_dim: int,
+    lower_bound: float | None = None,
+    replayssm_d: Any = None,
+    replayssm_k: Any = None,
+    replayssm_g: Any = None,
+    replayssm_write_pos: Any = None,
     replayssm_force_flush: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """``mixed_qkv: [B, 2*H*K + HV*V]``, a token of each request: ``[1, B, HV, V]``."""
     if replayssm_write_pos is not None:
         raise Declined("replayssm_write_pos: expected None, as SGLang reads its rings with kernels of its own, got one")
@@ -109,9 +155,20 @@ def _packed_decode(
     if (num_v_heads, head_v_dim) != (HV, V):
         raise Declined(f"ssm_states: expected [slots, {num_v_heads}, {head_v_dim}, K], got {list(ssm_states.shape)}")
     return decode_rows(
-        mixed_qkv, None, None, a, b, ssm_states, N=mixed_qkv.shape[0], T=1, state_indices=cache_indices, A_log=A_log,
-        dt_bias=dt_bias, scale=scale, lower_bound=lower_bound,
-    )  # fmt: skip
+        mixed_qkv,
+        None,
+        None,
+        a,
+        b,
+        ssm_states,
+        N=mixed_qkv.shape[0],
+        T=1,
+        state_indices=cache_indices,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        scale=scale,
+        lower_bound=lower_bound,
+    )
 
 
 def _first(indices: Any, N: int) -> Any:
@@ -123,15 +180,36 @@ def _first(indices: Any, N: int) -> Any:
 
 
 def _extend(
-    kernel: Kernel, q: Any, k: Any, v: Any, g: Any, beta: Any, *, ssm_states: Any, cache_indices: Any,
-    query_start_loc: Any, A_log: Any = None, dt_bias: Any = None, lower_bound: float | None = None,
-    beta_is_raw: bool = False, return_intermediate_states: bool = False, track_ssm_h_src: Any = None,
-    track_state: Any = None, track_chunk_idx: Any = None, extend_seq_lens_cpu: Any = None,
-    extend_prefix_lens: Any = None, layer_id: Any = None, is_spec_decode: bool = False,
-    track_ssm_h_batch_src: Any = None, state_checkpoint_cu_starts: Any = None, num_state_checkpoints: int = 0,
-    state_checkpoint_every_n_tokens: int = 0, state_checkpoint_indices: Any = None, chunk_indices: Any = None,
+    kernel: Kernel,
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    ssm_states: Any,
+    cache_indices: Any,
+    query_start_loc: Any,
+    A_log: Any = None,
+    dt_bias: Any = None,
+    lower_bound: float | None = None,
+    beta_is_raw: bool = False,
+    return_intermediate_states: bool = False,
+    track_ssm_h_src: Any = None,
+    track_state: Any = None,
+    track_chunk_idx: Any = None,
+    extend_seq_lens_cpu: Any = None,
+    extend_prefix_lens: Any = None,
+    layer_id: Any = None,
+    is_spec_decode: bool = False,
+    track_ssm_h_batch_src: Any = None,
+    state_checkpoint_cu_starts: Any = None,
+    num_state_checkpoints: int = 0,
+    state_checkpoint_every_n_tokens: int = 0,
+    state_checkpoint_indices: Any = None,
+    chunk_indices: Any = None,
     chunk_offsets: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Prompts packed into one row: ``o: [1, T, HV, V]``, or ``(o, None)`` if states on the way are asked for. Those go
     to ``track_state``, so nobody reads what SGLang's kernel returns in the place of None."""
     if return_intermediate_states and track_state is None and track_ssm_h_src is not None and track_ssm_h_src.numel():
@@ -149,11 +227,24 @@ def _extend(
                 slots = kernel.boundaries.get(track_chunk_idx, key, _boundary_slots)
             checkpoints = track_state
     o = prefill(
-        q, k, v, g if g.shape[1] == T else g[:, :T], beta if beta.shape[1] == T else beta[:, :T], ssm_states,
-        state_indices=_first(cache_indices, N), cu_seqlens=query_start_loc, A_log=A_log, dt_bias=dt_bias,
-        lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=A_log is not None,
-        use_beta_sigmoid_in_kernel=beta_is_raw, checkpoints=checkpoints, checkpoint_slots=slots, checkpoint_every=CHUNK,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        g if g.shape[1] == T else g[:, :T],
+        beta if beta.shape[1] == T else beta[:, :T],
+        ssm_states,
+        state_indices=_first(cache_indices, N),
+        cu_seqlens=query_start_loc,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=A_log is not None,
+        use_beta_sigmoid_in_kernel=beta_is_raw,
+        checkpoints=checkpoints,
+        checkpoint_slots=slots,
+        checkpoint_every=CHUNK,
+    )
     return (o, None) if return_intermediate_states else o
 
 
@@ -183,11 +274,29 @@ def _counting(last: int, device: torch.device) -> Any:
 
 
 def _target_verify(
-    kernel: Kernel, A_log: Any, dt_bias: Any, q: Any, k: Any, v: Any, a: Any, b: Any, *, ssm_states: Any,
-    cache_indices: Any, query_start_loc: Any, intermediate_states_buffer: Any, intermediate_state_indices: Any,
-    cache_steps: int, retrieve_parent_token: Any, lower_bound: float | None = None, cache_ring: bool = False,
-    replayssm_rawv: Any = None, replayssm_rawk: Any = None, replayssm_g: Any = None, replayssm_beta: Any = None,
-) -> Any:  # fmt: skip
+    kernel: Kernel,
+    A_log: Any,
+    dt_bias: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    a: Any,
+    b: Any,
+    *,
+    ssm_states: Any,
+    cache_indices: Any,
+    query_start_loc: Any,
+    intermediate_states_buffer: Any,
+    intermediate_state_indices: Any,
+    cache_steps: int,
+    retrieve_parent_token: Any,
+    lower_bound: float | None = None,
+    cache_ring: bool = False,
+    replayssm_rawv: Any = None,
+    replayssm_rawk: Any = None,
+    replayssm_g: Any = None,
+    replayssm_beta: Any = None,
+) -> Any:
     """Outputs of drafts, with the state after each in ``intermediate_states_buffer``; the pool stays."""
     if cache_ring:
         raise Declined("cache_ring: expected False, as SGLang folds its rings with kernels of its own, got True")
@@ -199,21 +308,48 @@ def _target_verify(
     slots = kernel.snapshots.get(intermediate_state_indices, (N, apart // step, T), _snapshot_slots)
     if tokens == N * T and retrieve_parent_token is None:
         return decode_rows(
-            q, k, v, a, b, ssm_states, N=N, T=T, state_indices=cache_indices, A_log=A_log, dt_bias=dt_bias,
-            lower_bound=lower_bound, update_state=False, snapshots=intermediate_states_buffer, snapshot_slots=slots,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            a,
+            b,
+            ssm_states,
+            N=N,
+            T=T,
+            state_indices=cache_indices,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            lower_bound=lower_bound,
+            update_state=False,
+            snapshots=intermediate_states_buffer,
+            snapshot_slots=slots,
+        )
     (H, K), (rows, last, *state) = q.shape[2:], intermediate_states_buffer.shape
     snapshots = intermediate_states_buffer.as_strided(((rows - 1) * (apart // step) + last, *state), (step, *strides))
     common: dict[str, Any] = dict(
-        A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        lower_bound=lower_bound,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
         use_beta_sigmoid_in_kernel=True,
-    )  # fmt: skip
+    )
     if retrieve_parent_token is None:
         a, b = _rows(a, b, 1, tokens, HV, K)
         return decode_mtp(
-            q, k, v, a, b, ssm_states, state_indices=_first(cache_indices, N), cu_seqlens=query_start_loc,
-            update_state=False, snapshots=snapshots, snapshot_slots=slots, **common,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            a,
+            b,
+            ssm_states,
+            state_indices=_first(cache_indices, N),
+            cu_seqlens=query_start_loc,
+            update_state=False,
+            snapshots=snapshots,
+            snapshot_slots=slots,
+            **common,
+        )
     if tokens != N * T:
         raise Declined("query_start_loc: expected as many drafts in every tree, got other lengths")
     drafts = (q.view(N, T, H, K), k.view(N, T, H, K), v.view(N, T, HV, V), *_rows(a, b, N, T, HV, K))
@@ -229,9 +365,15 @@ def _snapshot_slots(rows: Any, key: tuple[int, int, int]) -> Any:
 
 
 def _verify_tree(
-    drafts: tuple[Any, ...], pool: Any, cache_indices: Any, snapshots: Any, slots: Any, parents: Any, out: Any,
+    drafts: tuple[Any, ...],
+    pool: Any,
+    cache_indices: Any,
+    snapshots: Any,
+    slots: Any,
+    parents: Any,
+    out: Any,
     common: dict[str, Any],
-) -> None:  # fmt: skip
+) -> None:
     """One call a depth would need the tree on the host. One a token does not: a parent comes before its children, so
     token t starts from the snapshot of its parent and leaves its own."""
     live = cache_indices[:, None] >= 0

@@ -54,7 +54,7 @@ def _taken(layer: Any, step: Any) -> bool:
 
 def _run(
     layer: Any, step: Any, dim_first: bool, mixed_qkv: Any, g1: Any, g2: Any, beta: Any, core_attn_out: Any
-) -> None:  # fmt: skip
+) -> None:
     tails, pool = layer.kv_cache[:2]
     tails = tails if dim_first else tails.transpose(1, 2)
     T, norm, conv1d = step.num_actual_tokens, layer.o_norm, layer.conv1d
@@ -65,27 +65,48 @@ def _run(
         return
     slots = step.non_spec_state_indices_tensor
     decode_rows(
-        None, None, None, g1, beta, pool, N=T, T=1, state_indices=slots, A_log=layer.A_log, dt_bias=layer.dt_bias,
-        lower_bound=layer.gate_lower_bound, first_valid_slot=_FIRST, out=core_attn_out,
+        None,
+        None,
+        None,
+        g1,
+        beta,
+        pool,
+        N=T,
+        T=1,
+        state_indices=slots,
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        lower_bound=layer.gate_lower_bound,
+        first_valid_slot=_FIRST,
+        out=core_attn_out,
         conv=Conv(mixed_qkv, conv1d.weight, conv1d.bias, tails, slots),
         norm=Norm(g2, norm.weight, norm.eps, norm.activation),
-    )  # fmt: skip
+    )
 
 
 def _prefill(
     layer: Any, step: Any, x: Any, conv: tuple[Any, Any, Any], g: Any, beta: Any, pool: Any, *, norm: Norm, out: Any
-) -> None:  # fmt: skip
+) -> None:
     (taps, bias, tails), H = conv, layer.local_num_heads
     y = x.new_empty(1, *x.shape)
     q, k, v = torch.split_with_sizes(y.view(1, x.shape[0], 3 * H, layer.head_dim), (H, H, H), 2)
     common: dict[str, Any] = dict(
-        cu_seqlens=step.non_spec_query_start_loc, state_indices=step.non_spec_state_indices_tensor,
-        has_initial_state=step.has_initial_state, first_valid_slot=_FIRST,
-    )  # fmt: skip
+        cu_seqlens=step.non_spec_query_start_loc,
+        state_indices=step.non_spec_state_indices_tensor,
+        has_initial_state=step.has_initial_state,
+        first_valid_slot=_FIRST,
+    )
     options: dict[str, Any] = dict(
-        A_log=layer.A_log, dt_bias=layer.dt_bias, lower_bound=layer.gate_lower_bound, use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, norm=norm, out=out, **common,
-    )  # fmt: skip
+        A_log=layer.A_log,
+        dt_bias=layer.dt_bias,
+        lower_bound=layer.gate_lower_bound,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        norm=norm,
+        out=out,
+        **common,
+    )
     # Asked before the convolution has moved its states. A forced implementation may take one length and not another.
     if not getattr(layer, "_kda_takes_prefill", False) or "KDA_IMPL" in os.environ:
         workspace_size(q, k, v, g, beta, pool, **options)
