@@ -1,4 +1,6 @@
-"""Functions of torch's autograd around the kernels, for eager mode. For torch.compile see :mod:`kda.operators`.
+"""Functions of torch's autograd around the kernels, for eager mode. For torch.compile see :mod:`kda.operators`, whose
+own formulas would do here as well, but a forward of one token (H = 1, K = V = 16) takes 47 us with the Function and 360
+with the operator and its formula (one core of a Xeon).
 
 A mode of torch's dispatcher may be there in forward and not in backward, or the reverse: activation checkpointing runs
 a forward once more, inside of backward. So what is saved does not depend on modes. It is the same tensors in the same

