@@ -104,7 +104,7 @@ def check_size(name: str, size: Any, low: int = 0, high: float = math.inf) -> No
         raise ValueError(f"{name}: expected {wanted}, got {size!r}")
 
 
-def is_plain(x: Any) -> bool:
+def is_on_host(x: Any) -> bool:
     """Does it stand for an array of counts? See :func:`counts`."""
     return isinstance(x, int | list | tuple | arrays.numpy.integer)
 

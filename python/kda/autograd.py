@@ -207,7 +207,7 @@ def run_conv_backward(
     """Gradients of (x, weight, bias, state), None where not wanted. That of x is ``into``, if given, and has the
     channels of x1 and x2, which are ``more``."""
     inputs = (x, weight, bias, state)
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(x)
     grads = [
         torch.empty(t.shape, dtype=wide if i in (1, 2) else t.dtype, device=t.device) if w and t is not None else None
         for i, (t, w) in enumerate(zip(inputs, wanted, strict=True))

@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from .call.again import in_sentences_of
 from .call.arrays import check_views, is_torch, new_like, sequences, shape_of
 from .call.dispatch import dispatched
 from .call.eager import check_serving, mark_written
 from .call.inputs import dense_last
 from .call.library import library
 from .call.options import CHUNK
+from .call.retry import in_sentences_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .arguments import Records, check_size, counts, is_plain, new_records
+from .arguments import Records, check_size, counts, is_on_host, new_records
 from .call import arrays
 from .call.arrays import is_torch, shape_of
 from .call.streams import Users
-from .call.tracing import compiling, is_known
+from .call.tracing import compiling, is_readable
 from .speculation import flush_kvbuffer, flush_verify_kvbuffer
 
 
@@ -271,7 +271,7 @@ class DraftBuffer:
     def _lengths(self, slots: Any, accept_len: Any) -> Any:
         """``accept_len`` as an array beside ``_rounds``. What is on the host is within a round."""
         N = slots.shape[0]
-        if is_plain(accept_len):
+        if is_on_host(accept_len):
             accept_len = counts("accept_len", accept_len, N, self._rounds, self.max_tokens)
         if tuple(got := shape_of("accept_len", accept_len, 1)) != (N,):
             raise ValueError(f"accept_len: expected shape [{N}] like slots, got {list(got)}")
@@ -340,7 +340,7 @@ class DraftBuffer:
 
 
 def _are_on_the_host(x: Any) -> bool:
-    return is_known(x) if is_torch(x) else not compiling()
+    return is_readable(x) if is_torch(x) else not compiling()
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:

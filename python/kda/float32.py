@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call.again import in_sentences_of
 from .call.arrays import new_like, shape_of
 from .call.dispatch import dispatched
 from .call.eager import check_serving
+from .call.retry import in_sentences_of
 from .call.shared import run_prefill_f32
 
 

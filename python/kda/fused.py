@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from .arguments import NONE, norm_form
-from .call.again import again
 from .call.arrays import new_like, shape_of
 from .call.dispatch import dispatched
 from .call.eager import check_serving, mark_written
@@ -13,6 +12,7 @@ from .call.errors import Takes
 from .call.inputs import WITH_GRADIENTS, gate_parameters
 from .call.library import library
 from .call.options import make_options
+from .call.retry import retry
 from .call.streams import on_stream, without_stream
 from .call.tracing import compiling, modes, recording
 
@@ -165,4 +165,4 @@ def fused_decode(
     except Exception as error:
         if compiling():
             raise
-        return again(fused_decode, error, locals(), _TAKES)
+        return retry(fused_decode, error, locals(), _TAKES)

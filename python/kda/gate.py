@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call.again import again
 from .call.arrays import check_views, is_torch, new_like, torch, without_views
 from .call.dispatch import dispatched
 from .call.eager import check_serving
 from .call.inputs import dense_last, gate_parameters, single
 from .call.library import library
 from .call.options import GATE_LOWER_BOUND, gate_form
+from .call.retry import retry
 from .call.tracing import compiling
 
 
@@ -72,4 +72,4 @@ def fused_kda_gate(
     except Exception as error:
         if compiling():
             raise
-        return again(fused_kda_gate, error, locals())
+        return retry(fused_kda_gate, error, locals())

@@ -8,9 +8,9 @@ from typing import Any
 
 from . import speculation
 from .arguments import Records, check_kind, norm_fields
-from .call.again import again, with_views
 from .call.errors import refusal
 from .call.library import OPERATORS, library
+from .call.retry import retry, with_views
 from .serving import forward_arguments
 from .training import chunk_kda, training_call
 
@@ -63,7 +63,7 @@ def explain(
     try:
         return library().forward_explain(**forward_arguments(q, k, v, g, beta, state, **kwargs))
     except Exception as error:
-        return again(explain, error, locals())
+        return retry(explain, error, locals())
 
 
 def implementations(op: str) -> Sequence[str]:

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 from .arguments import NONE, norm_form
-from .call.again import again
 from .call.arrays import check_views, is_torch, new_like
 from .call.dispatch import dispatched
 from .call.eager import check_serving, grad_enabled, mark_written
 from .call.errors import Takes
 from .call.inputs import NORM_WITH_GRADIENTS, dense_last
 from .call.library import library
+from .call.retry import retry
 from .call.streams import on_stream, without_stream
 from .call.tracing import compiling, modes, recording
 
@@ -89,7 +89,7 @@ def norm_gate(
             dense = dense_last(x), dense_last(gate), dense_last(weight)
             if any(a is not b for a, b in zip(dense, (x, gate, weight), strict=True)):
                 return norm_gate(*dense, eps, activation, out, impl=impl, num_threads=num_threads)
-        return again(norm_gate, error, locals(), _TAKES)
+        return retry(norm_gate, error, locals(), _TAKES)
 
 
 def _wants_gradients(*arrays: Any) -> bool:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .call.again import in_sentences
 from .call.arrays import is_torch, torch
 from .call.eager import check_serving
 from .call.inputs import WITH_GRADIENTS, dense_last, single, state_layout_of
-from .call.tracing import compiling, is_known, is_true
+from .call.retry import in_sentences
+from .call.tracing import compiling, is_readable, is_true
 from .serving import decode
 from .speculation import decode_mtp
 
@@ -138,7 +138,7 @@ def _copied(
     count = initial_state.shape[0]
     if is_true(slots.shape[0] != N) or (is_true(slots.shape[0] > 0) and is_true(count == 0)):
         raise ValueError(f"state_indices: expected [{N}] slots of a pool, got {list(slots.shape)}")
-    if is_known(slots) and bool((slots >= count).any()):
+    if is_readable(slots) and bool((slots >= count).any()):
         raise ValueError(f"state_indices: expected slots below {count}, got {int(slots.max())}")
     state = initial_state[slots.clamp(0, count - 1).long()].float()
     padding = (slots < 0) | (slots >= count)

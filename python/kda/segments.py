@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call.again import in_sentences_of
 from .call.arrays import shape_of
 from .call.dispatch import dispatched
 from .call.eager import check_serving
 from .call.inputs import SEGMENTS_WITH_GRADIENTS, gate_of
 from .call.options import make_options
+from .call.retry import in_sentences_of
 from .call.shared import SegmentMap, run_segment_map, run_segment_merge
 
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from numpy import ndarray
 
 from .arguments import arrays_of, norm_fields
-from .call.again import again
 from .call.arrays import new_like
 from .call.dispatch import dispatched
 from .call.eager import check_serving, is_plain_step, mark_step, mark_written
 from .call.inputs import WITH_GRADIENTS, gate_of
 from .call.library import library
 from .call.options import CHUNK, make_options
+from .call.retry import in_sentences, retry
 from .call.streams import on_stream, without_stream
 from .call.tracing import compiling, modes, recording
 
@@ -174,7 +174,7 @@ def prefill(
     except Exception as error:
         if compiling():
             raise
-        return again(prefill, error, locals())
+        return retry(prefill, error, locals())
 
 
 def _prefill_window(
@@ -202,6 +202,7 @@ def _prefill_window(
     return out
 
 
+@in_sentences
 def workspace_size(
     q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any = None, *, num_threads: int = 0, **kwargs: Any
 ) -> int:
@@ -212,19 +213,14 @@ def workspace_size(
     >>> kda.workspace_size(x, x, x, x, x[..., 0], num_threads=1) > 0
     True
     """
-    try:
-        arguments = forward_arguments(q, k, v, g, beta, state, num_threads=num_threads, **kwargs)
-        if compiling():
-            from .call.graph import run_operator
+    arguments = forward_arguments(q, k, v, g, beta, state, num_threads=num_threads, **kwargs)
+    if not compiling():
+        return int(library().forward_workspace(**arguments))
+    from .call.graph import run_operator
 
-            held, written, out = (arguments.pop(name) for name in ("h0", "hT", "o"))
-            update = written is not None
-            return run_operator("prefill_workspace", **arguments, state=held, update_state=update, out=out)
-        return library().forward_workspace(**arguments)
-    except Exception as error:
-        if compiling():
-            raise
-        return again(workspace_size, error, locals())
+    held, written, out = (arguments.pop(name) for name in ("h0", "hT", "o"))
+    size: int = run_operator("prefill_workspace", **arguments, state=held, update_state=written is not None, out=out)
+    return size
 
 
 def decode(
@@ -318,7 +314,7 @@ def decode(
     except Exception as error:
         if compiling():
             raise
-        return again(decode, error, locals())
+        return retry(decode, error, locals())
 
 
 def forward_arguments(

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arguments import Conv, Norm, Records, arrays_of, check_kind, counts, is_plain, norm_fields
-from .call.again import in_sentences
+from .arguments import Conv, Norm, Records, arrays_of, check_kind, counts, is_on_host, norm_fields
 from .call.arrays import new_like, shape_of
 from .call.dispatch import dispatched
 from .call.eager import check_serving, mark_written
 from .call.inputs import WITH_GRADIENTS, gate_of
 from .call.library import library
 from .call.options import make_options
+from .call.retry import in_sentences
 from .call.tracing import compiling
 
 
@@ -298,7 +298,7 @@ def flush_kvbuffer(
     [0.0, 0.0, 0.25, 0.0, 0.0]
     """
     check_kind("records", records, Records, optional=False)
-    if is_plain(accept_len):
+    if is_on_host(accept_len):
         at = records.indices if state_indices is None else state_indices
         accept_len = counts("accept_len", accept_len, state.shape[-4] if at is None else at.shape[0], state)
     if dispatched():
@@ -420,7 +420,7 @@ def flush_verify_kvbuffer(
     A, bias, options, out = prepare(given, out, conv, gate, scale, in_kernel, allow_neg_eigval, state_v_first)
     check_kind("last", last, Records)
     check_kind("records", records, Records, optional=False)
-    if is_plain(accept_len):
+    if is_on_host(accept_len):
         N = shape_of("g", g, 4)[0] if cu_seqlens is None else shape_of("cu_seqlens", cu_seqlens, 1)[0] - 1
         accept_len = counts("accept_len", accept_len, N, state)
     behind = norm_fields(norm)

@@ -28,12 +28,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call.again import in_sentences_of
 from .call.arrays import is_torch, new_like, sequences, shape_of
 from .call.dispatch import dispatched
 from .call.eager import check_serving, mark_written
 from .call.library import library
 from .call.options import CHUNK, STATE_K_FIRST, STATE_V_FIRST
+from .call.retry import in_sentences_of
 from .call.shared import STAGES, wide_name
 from .call.tracing import compiling
 

@@ -48,7 +48,7 @@ class HeadParallel(ParallelStyle):
 
 
 class _Replicated(ParallelStyle):
-    """The same on every rank, as a ``DTensor``: optimizers cannot mix these with plain tensors."""
+    """The same on every rank, as a ``DTensor``: optimizers cannot mix these with ordinary tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_: Any, inputs: Any, mesh: DeviceMesh) -> Any:

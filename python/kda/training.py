@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from .call.again import again, with_operators
 from .call.arrays import check_views, is_torch, new_like, torch
 from .call.dispatch import dispatched
 from .call.eager import check_serving
 from .call.inputs import TrainingCall, dense_last, gate_of, single, state_layout_of
 from .call.library import library
 from .call.options import CHUNK, Options, make_options
+from .call.retry import retry, with_operators
 from .call.tracing import compiling, is_true, is_wrapper
 
 
@@ -201,7 +201,7 @@ def fused_recurrent_kda(
     except Exception as error:
         if compiling():
             raise
-        return again(fused_recurrent_kda, error, locals())
+        return retry(fused_recurrent_kda, error, locals())
 
 
 def training_call(

@@ -16,8 +16,8 @@ import pytest
 import kda
 from kda import information, stages
 from kda.arguments import Conv, Records
-from kda.call.again import _WRITTEN
 from kda.call.library import library
+from kda.call.retry import _WRITTEN
 from kda.call.shared import STAGES
 from kda.cli.operators import _STAGES as RESULTS
 

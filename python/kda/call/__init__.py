@@ -5,5 +5,5 @@
   and shares arrays. ``shared`` are calls that eager functions and registered operators share.
 * ``tracing`` and ``dispatch`` tell when torch has to see a call, ``graph`` defines the operators that it sees then.
 * ``eager`` and ``derivatives`` are what torch's autograd has to know of the other calls.
-* ``errors`` finds the sentence for a call that failed, and ``again`` repeats one that only needs other views.
+* ``errors`` finds the sentence for a call that failed, and ``retry`` repeats one that only needs other views.
 """

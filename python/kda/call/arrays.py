@@ -40,8 +40,8 @@ def sequences(B: int, cu: Any) -> int:
     """The number of sequences in B rows, or packed into one row."""
     if cu is None:
         return B
-    known = torch is None or not torch.compiler.is_compiling()  # a graph may have sizes that no example tells
-    if len(cu.shape) != 1 or (known and cu.shape[0] < 1):
+    has_numbers = torch is None or not torch.compiler.is_compiling()  # a graph may have sizes that no example tells
+    if len(cu.shape) != 1 or (has_numbers and cu.shape[0] < 1):
         raise ValueError(f"cu_seqlens: expected shape [N+1], got {list(cu.shape)}")
     count: int = cu.shape[0] - 1
     return count
@@ -109,7 +109,7 @@ def device_of(x: Any) -> int | None:
 
 class View:
     """An array that the binding cannot read itself, with a tensor of the binding on the same memory. ``share`` makes
-    that tensor (see ``again``)."""
+    that tensor (see ``retry``)."""
 
     def __init__(self, array: Any, share: Callable[[Any], Any]) -> None:
         self.array, self._share, self._tensor = array, share, share(array)

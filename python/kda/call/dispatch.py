@@ -1,7 +1,7 @@
 """Finds calls that torch has to see. Eager calls go straight to the binding. The registered operators (see
 :mod:`kda.operators`) take calls that are traced or recorded, calls under a mode of torch's dispatcher
 (``FakeTensorMode``, ``FlopCounterMode``, selective checkpointing), and calls with tensors that have no memory to read
-here. ``again`` looks for such tensors only after a call has failed, so other calls do not pay for the check."""
+here. ``retry`` looks for such tensors only after a call has failed, so other calls do not pay for the check."""
 
 from __future__ import annotations
 

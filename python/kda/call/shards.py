@@ -1,5 +1,5 @@
 """Handles ``DTensor`` arguments of ``chunk_kda`` and ``fused_recurrent_kda``, sharded by rows of the batch or by
-heads. Each rank computes its own part, and only sums of gradients that ranks share are communicated. ``again`` comes
+heads. Each rank computes its own part, and only sums of gradients that ranks share are communicated. ``retry`` comes
 here after a call with them has failed, so other calls do not pay for the check."""
 
 from __future__ import annotations

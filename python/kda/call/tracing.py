@@ -62,7 +62,7 @@ if torch is not None:
     _pre_hooks = _of_torch("nn.modules.module._global_forward_pre_hooks", None)
     _backward_hooks = _of_torch("nn.modules.module._global_backward_hooks", None)
     _backward_pre_hooks = _of_torch("nn.modules.module._global_backward_pre_hooks", None)
-    _hooks_known = None not in (_forward_hooks, _pre_hooks, _backward_hooks, _backward_pre_hooks)
+    _hooks_found = None not in (_forward_hooks, _pre_hooks, _backward_hooks, _backward_pre_hooks)
     # Is any kind of device under autocast? If nobody can tell, the kinds are asked one by one.
     any_autocast = _of_torch("_C._is_any_autocast_enabled", lambda: True)
     profiling = _of_torch("_C._autograd._profiler_enabled", _never)
@@ -80,7 +80,7 @@ _TRACKERS |= {("torch.distributed.tensor.debug._comm_mode", "_CommModeModuleTrac
 def any_global_hook() -> bool:
     """Is there a hook of all modules, other than of torch's counters? If nobody can tell, there may be."""
     if not (_forward_hooks or _pre_hooks or _backward_hooks or _backward_pre_hooks):
-        return not _hooks_known
+        return not _hooks_found
     hooks = [
         hook for kind in (_forward_hooks, _pre_hooks, _backward_hooks, _backward_pre_hooks) for hook in kind.values()
     ]
@@ -123,7 +123,7 @@ def is_wrapper(x: Any) -> bool:
     return bool(type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
-def is_known(x: Any) -> bool:
+def is_readable(x: Any) -> bool:
     """May a tensor's values be read? On a GPU that would wait for it, what is being compiled has none, and a recording
     would keep those of its example."""
     return bool(x.is_cpu) and not compiling() and not recording() and not is_wrapper(x)
@@ -185,7 +185,7 @@ def compiled_for_others(key: Any) -> bool:
     if getattr(tracing, "one_graph", True) or getattr(tracing, "error_on_graph_break", True):
         return False
     graphs = _frames.setdefault(graph.frame_id, [])
-    if all(known is not graph for known, _ in graphs):
+    if all(other is not graph for other, _ in graphs):
         if graph.frame_compile_id == 0:  # the first one of its frame: after a reset, numbers begin again
             graphs.clear()
         graphs.append((graph, key))

@@ -89,7 +89,7 @@ class ContextParallelFunction(torch.autograd.Function):
         if dhT is not None:
             given = {i: dhT[row] for row, i in enumerate(cp.last_of_row) if i in cp.reverse.cells}
         exchange = Exchange(
-            cp, cp.reverse, "chunk_kda, backward", inputs, options, ctx.ticket, d_o=d_o, known=M, given=given
+            cp, cp.reverse, "chunk_kda, backward", inputs, options, ctx.ticket, d_o=d_o, fwd_M=M, given=given
         )
         d_ends = _end_gradients(cp, dhT, exchange.states(), like)
         wanted = ctx.needs_input_grad[:8]

@@ -96,7 +96,7 @@ class Context:
         self._facts = {"cu_seqlens": cu, "layout": runs, "cp_window": every, "cp_invariant": cp_invariant}
         self._unchecked = {"chunk_kda", "conv_halo", "prefill"} if check and self.ranks > 1 else set()
         self._checks = bool(self._unchecked)
-        self._known: dict[str, list[tuple[dict[str, Any], int]]] = {}  # layouts of calls so far, and their hashes
+        self._compared: dict[str, list[tuple[dict[str, Any], int]]] = {}  # layouts of calls so far, and their hashes
         self._first: dict[str, tuple[int, Tensor]] = {}  # of each kind: how long a message was, and where
         self._layout = 0
         self._tensors: dict[Any, tuple[Tensor, Users]] = {}
@@ -196,23 +196,23 @@ class Context:
             wanted = "expected calls without cp_context, whose exchanges it cannot record"
             raise NotImplementedError(f"torch.jit.trace: {wanted}, got {call} with one")
         capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        known = self._known.setdefault(call, [])
+        compared = self._compared.setdefault(call, [])
         if call in self._unchecked and not capturing:
             agree(self.group, call, lambda: facts(self._facts))
             self._unchecked.discard(call)
-            known.append(self._with_hash(facts({})))
-            self._layout = known[0][1]
+            compared.append(self._with_hash(facts({})))
+            self._layout = compared[0][1]
             return
         own = facts({})
-        for layout, number in known:
+        for layout, number in compared:
             if layout == own:
                 self._layout = number
                 return
         layout, self._layout = self._with_hash(own)
-        if self._checks and known and not capturing:
+        if self._checks and compared and not capturing:
             self._announce(call)
             agree(self.group, call, lambda: own)
-        known.append((layout, self._layout))
+        compared.append((layout, self._layout))
 
     def _with_hash(self, facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
         return facts, layout_hash([self._facts, facts])

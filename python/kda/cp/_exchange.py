@@ -49,10 +49,10 @@ class Exchange:
         options: Options,
         ticket: Ticket,
         d_o: Tensor | None = None,
-        known: Tensor | None = None,
+        fwd_M: Tensor | None = None,
         given: dict[int, Tensor] | None = None,
     ) -> None:
-        """``d_o`` in reverse. ``known`` are the M of forward. ``given`` are states of segments, by their number, that
+        """``d_o`` in reverse. ``fwd_M``: the M of forward. ``given`` are states of segments, by their number, that
         other ranks do not know of: the initial state, or in reverse the gradient of the returned one. They are mapped
         and added: ``b + M given``, ``d + M^T given``."""
         q, v = inputs[0], inputs[2]
@@ -65,16 +65,16 @@ class Exchange:
         self.own = self._cells(self.message.x)
         cp.expect(max(cp.forward.sent, cp.reverse.sent) * width * wide.itemsize)
         self.passing = [i for i in direction.cells if cp.segments[i].passes_on]
-        if known is not None:
-            for M, i in zip(known, self.passing, strict=True):
+        if fwd_M is not None:
+            for M, i in zip(fwd_M, self.passing, strict=True):
                 self._M(i).copy_(M)
         with same_kernels(cp):
             sent = [part for part in direction.calls if part.cells.start < direction.sent]
             for part in sent:
-                self._map(part, inputs, d_o, known, given or {})
+                self._map(part, inputs, d_o, fwd_M, given or {})
             self.everyone = cp.gather(self.message, call, ticket) if direction.sent else None
             for part in direction.calls[len(sent) :]:  # while the others travel
-                self._map(part, inputs, d_o, known, given or {})
+                self._map(part, inputs, d_o, fwd_M, given or {})
 
     def _cells(self, rows: Tensor) -> Cells:
         return Cells(rows, self.shape, self.plan.with_M)
@@ -84,7 +84,12 @@ class Exchange:
         return self.own.M[self.plan.cells[segment]]
 
     def _map(
-        self, part: MapCall, inputs: Sequence[Any], d_o: Tensor | None, known: Tensor | None, given: dict[int, Tensor]
+        self,
+        part: MapCall,
+        inputs: Sequence[Any],
+        d_o: Tensor | None,
+        fwd_M: Tensor | None,
+        given: dict[int, Tensor],
     ) -> None:
         *tokenwise, A_log, dt_bias = inputs
         tensors = [x[:, part.tokens] for x in tokenwise]
@@ -92,11 +97,11 @@ class Exchange:
         numbers = range(part.segments.start, part.segments.stop)
         b, M = self.own.b[part.cells], None
         added = [i for i in numbers if i in given]
-        if (known is None and any(self.cp.segments[i].passes_on for i in numbers)) or any(
+        if (fwd_M is None and any(self.cp.segments[i].passes_on for i in numbers)) or any(
             not self.cp.segments[i].passes_on for i in added
         ):
             HV, K = self.shape[0], tensors[0].shape[3]
-            keep = known is None and self.own.M is not None
+            keep = fwd_M is None and self.own.M is not None
             M = self.own.M[part.cells] if keep else b.new_empty(len(numbers), HV, K, K)  # type: ignore[index]
         wanted = {"M": M, "b": b} if d_o is None else {"d_o": d_o[:, part.tokens], "M": M, "d": b}
         library().segment_map(*tensors, A_log, dt_bias, cu, options=self.options, **wanted)

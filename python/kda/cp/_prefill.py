@@ -117,11 +117,11 @@ def _initial(cp: Context, pool: Pool, like: Tensor) -> Tensor:
     """``[N, HV, ..]``: the states of all sequences before the call, zeros where there is none."""
     assert pool.state is not None
     slots = _slots(pool, len(cp.layout.cu) - 1)
-    known = slots >= pool.first_valid_slot
+    valid = slots >= pool.first_valid_slot
     if pool.has_initial_state is not None:
-        known = known & pool.has_initial_state
+        valid = valid & pool.has_initial_state
     states = pool.state[slots.clamp(min=0).long()].to(like.dtype)
-    states = torch.where(known[:, None, None, None], states, 0)
+    states = torch.where(valid[:, None, None, None], states, 0)
     if pool.rank is not None and cp.ranks > 1:
         source = dist.get_global_rank(process_group(cp.group), pool.rank)
         in_sentences("prefill", lambda: dist.broadcast(states, source, group=cp.group))

@@ -22,7 +22,7 @@ _FORWARDS: dict[Any, Any] = {}  # of these classes, as they were at import
 _CALL = nn.Module.__call__
 
 
-def known_as(role: str, *parameters: str) -> Callable[[Class], Class]:
+def stands_for(role: str, *parameters: str) -> Callable[[Class], Class]:
     """A decorator for the class of the parts of a role."""
 
     def register(kind: Class) -> Class:
@@ -32,8 +32,8 @@ def known_as(role: str, *parameters: str) -> Callable[[Class], Class]:
     return register
 
 
-known_as("map", "weight", "bias")(nn.Linear)
-known_as("pair")(nn.Sequential)  # the two halves of a low-rank map
+stands_for("map", "weight", "bias")(nn.Linear)
+stands_for("pair")(nn.Sequential)  # the two halves of a low-rank map
 
 
 def may_bypass(role: str, *parts: Any) -> bool:

@@ -156,11 +156,11 @@ def _check_names(own: Mapping[str, Tensor], prefix: str) -> None:
         full = f"{module}.weight" in own
         wanted += [f"{module}.weight"] if full else [f"{module}.0.weight", f"{module}.1.weight"]
     bias = "g_proj.bias" if "g_proj.weight" in own else "g_proj.1.bias"
-    known = {*wanted, *CONVOLUTIONS, *CONVOLUTION_BIASES, bias}
+    allowed = {*wanted, *CONVOLUTIONS, *CONVOLUTION_BIASES, bias}
     for names in (CONVOLUTIONS, CONVOLUTION_BIASES):
         wanted += names if any(name in own for name in names) else []
     missing = [f"{name} ({other})" if (other := _other(name)) else name for name in wanted if name not in own]
-    unknown = [name for name in own if name not in known]
+    unknown = [name for name in own if name not in allowed]
     if missing or unknown:
         said = [f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unknown", unknown)) if names]
         where = f" that begin with {prefix!r}" if prefix else ""

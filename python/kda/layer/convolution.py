@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..convolution import causal_conv1d, causal_conv1d_update
-from .bypass import known_as
+from .bypass import stands_for
 from .cache import KDACache
 from .parts import Modules, Rows, conv_parameters, convolutions, convolve_as_one, parts_of
 from .plans import for_ranks, local
@@ -66,7 +66,7 @@ def _pointwise(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tenso
     return torch.where(tokens[:, None] < cu_seqlens[-1], y, 0)
 
 
-@known_as("convolution", "weight", "bias")
+@stands_for("convolution", "weight", "bias")
 class ShortConvolution(nn.Conv1d):
     """Causal depthwise convolution and SiLU, with the parameters of FLA's: ``weight`` ``[D, 1, W]``, ``bias`` ``[D]``;
     ``W`` is 1 to 4.

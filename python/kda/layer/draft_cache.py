@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..arguments import Conv, Records, counts, is_plain, new_records
+from ..arguments import Conv, Records, counts, is_on_host, new_records
 from ..call.streams import Users
-from ..call.tracing import is_known
+from ..call.tracing import is_readable
 from ..speculation import flush_kvbuffer, flush_verify_kvbuffer, verify_kvbuffer
 from .cache import KDACache
 
@@ -36,12 +36,12 @@ class DraftCache:
     >>> import torch
     >>> from kda.nn import DraftCache, KimiDeltaAttention
     >>> layer, x = KimiDeltaAttention(hidden_size=64, num_heads=2, head_dim=32), torch.randn(1, 5, 64)
-    >>> drafts, plain = DraftCache(layer, layer.new_cache(1), 4), layer.new_cache(1)
+    >>> drafts, single = DraftCache(layer, layer.new_cache(1), 4), layer.new_cache(1)
     >>> with torch.no_grad():
     ...     _ = layer(x[:, :4], cache=drafts)  # four drafts, of which three are right
     ...     drafts.accept(torch.tensor([3], dtype=torch.int32))
     ...     o, _, _ = layer(x[:, 4:], cache=drafts)
-    ...     expected = [layer(token, cache=plain)[0] for token in x[:, [0, 1, 2, 4]].split(1, 1)]
+    ...     expected = [layer(token, cache=single)[0] for token in x[:, [0, 1, 2, 4]].split(1, 1)]
     >>> bool(torch.allclose(o, expected[3], atol=1e-5))
     True
     """
@@ -82,7 +82,7 @@ class DraftCache:
         all."""
         N = len(self._accept_len)
         self._users.note(self._round, self._tensors)
-        if is_plain(accept_len):
+        if is_on_host(accept_len):
             accept_len = counts("accept_len", accept_len, N, self._round, self.max_tokens)
         if not isinstance(accept_len, Tensor) or accept_len.dtype not in (torch.int32, torch.int64):
             got = getattr(accept_len, "dtype", type(accept_len).__name__)
@@ -90,7 +90,7 @@ class DraftCache:
         if accept_len.shape != self._accept_len.shape:
             raise ValueError(f"accept_len: expected shape [{N}], got {list(accept_len.shape)}")
         accept_len = accept_len.to(self._round)  # of its dtype, on its device
-        if is_known(accept_len):
+        if is_readable(accept_len):
             for m, most in zip(accept_len.tolist(), self._drafted.tolist(), strict=True):
                 if not 0 <= m <= most:
                     raise ValueError(f"accept_len: expected 0..{most}, the drafts of the last call, got {m}")

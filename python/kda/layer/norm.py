@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ..arguments import norm_form
 from ..norm import norm_gate
-from .bypass import are_own, known_as
+from .bypass import are_own, stands_for
 from .plans import local
 
 
-@known_as("norm", "weight")
+@stands_for("norm", "weight")
 class RMSNormGated(nn.Module):
     """``x / sqrt(mean(x^2) + eps) * weight * act(gate)`` over the last dimension: :func:`kda.norm_gate` with a weight.
     ``activation`` is ``"sigmoid"``, as in this layer, or ``"silu"`` (``"swish"``).

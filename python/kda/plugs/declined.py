@@ -66,13 +66,13 @@ def or_own(engine: str, ours: Any, own: Any) -> Callable[..., Any]:
     """
     parameters = inspect.signature(ours).parameters.values()
     in_front = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
-    known = inspect.signature(own).parameters
+    taken = inspect.signature(own).parameters
     name = getattr(own, "__name__", type(own).__name__)  # a decorator may have made it an object without one
 
     def leave(error: Exception, given: dict[str, Any], more: dict[str, Any]) -> Any:
         tell(engine, name, error)
         others = ((p, given[p.name]) for p in parameters if p.name not in in_front)
-        by_name = {p.name: x for p, x in others if p.name in known or x is not p.default}
+        by_name = {p.name: x for p, x in others if p.name in taken or x is not p.default}
         return own(*(given[p] for p in in_front), **by_name, **more)
 
     scope: dict[str, Any] = {"ours": ours, "leave": leave, "refuse": _refuse, "refusals": REFUSALS}

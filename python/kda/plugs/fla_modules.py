@@ -232,9 +232,9 @@ def _norm_backward(
     recompute_output: bool = False,
     **_: Any,
 ) -> tuple[Tensor | None, ...]:
-    form, wide, gate = ACTIVATIONS[activation], dense_last(_four(x)), dense_last(_four(g))
+    form, rows, gate = ACTIVATIONS[activation], dense_last(_four(x)), dense_last(_four(g))
     dx, dg, dw = run_norm_gate_backward(
-        wide, gate, weight, _four(dy.to(x.dtype)), eps, form, (True, True, weight is not None)
+        rows, gate, weight, _four(dy.to(x.dtype)), eps, form, (True, True, weight is not None)
     )
     assert dx is not None and dg is not None
     dx, dg = dx.view(x.shape), dg.view(g.shape)
@@ -244,7 +244,7 @@ def _norm_backward(
         dx, dg = dx.to(x_dtype), dg.to(x_dtype)
     if not recompute_output:
         return dx, dg, dw, None, None
-    y = run_norm_gate(wide, gate, weight, eps, form, None)
+    y = run_norm_gate(rows, gate, weight, eps, form, None)
     return dx, dg, dw, None, None, y.view(x.shape).to(dy.dtype)
 
 

@@ -42,8 +42,8 @@ def _gate_why_not(A_log: Tensor | None, lower_bound: float | None) -> str | None
 
 
 # Of chunk_kda, and with names that FLA's takes among its ``**kwargs``.
-_KNOWN = {*inspect.signature(chunk_kda).parameters} - {"impl", "kwargs"}
-_NAMES = _KNOWN | {"chunk_size", "transpose_state_layout"}
+_KEYWORDS = {*inspect.signature(chunk_kda).parameters} - {"impl", "kwargs"}
+_NAMES = _KEYWORDS | {"chunk_size", "transpose_state_layout"}
 
 
 def _context_why_not(context: Any, given: Given) -> str | None:
@@ -88,7 +88,7 @@ def _chunk_why_not(given: Given) -> str | None:
 
 def _forced_backward_why_not(given: Given) -> str | None:
     """Whether the backward that KDA_IMPL forces takes the call: once our forward has run, FLA's backward cannot."""
-    text = explain_backward({name: x for name, x in given.items() if name in _KNOWN})
+    text = explain_backward({name: x for name, x in given.items() if name in _KEYWORDS})
     return None if any(line.startswith("*") for line in text.splitlines()) else "KDA_IMPL forces a backward in vain"
 
 
@@ -106,10 +106,10 @@ def _chunk(given: Given) -> Any:
     try:
         return chunk_kda(**given)
     except TypeError:
-        known = {name: x for name, x in given.items() if name in _NAMES}
-        if len(known) == len(given):
+        ours = {name: x for name, x in given.items() if name in _NAMES}
+        if len(ours) == len(given):
             raise
-        return chunk_kda(**known)  # FLA ignores unknown keywords, and so must we
+        return chunk_kda(**ours)  # FLA ignores unknown keywords, and so must we
 
 
 def _without_gate(pop: Callable[..., Any]) -> None:

@@ -80,10 +80,10 @@ def decode_rows(
         out = _new_output(q, v, conv, N * T, state)
     if not gate:
         A_log, dt_bias = no_gate_parameters(A_log, dt_bias, lower_bound)
-    plain = conv is None and norm is None
-    if plain and snapshots is not None and snapshots is not state:
-        plain = not (snapshots.is_neg() or snapshots.requires_grad)
-    if not plain or not is_plain_step(
+    unchecked = conv is None and norm is None
+    if unchecked and snapshots is not None and snapshots is not state:
+        unchecked = not (snapshots.is_neg() or snapshots.requires_grad)
+    if not unchecked or not is_plain_step(
         q, q if k is None else k, q if v is None else v, g, beta, state, out, (A_log, dt_bias)
     ):
         arrays = (q, k, v, g, beta, A_log, dt_bias, state, out, snapshots, *(conv or ()), *arrays_of(norm))

@@ -1,9 +1,9 @@
 """Passes arrays to the binding that it cannot take as they are: those of libraries other than torch and NumPy, and
 NumPy arrays that are read-only or of a dtype that NumPy does not export. A call that fails on one is repeated with
-views of such arrays, so calls with torch tensors and plain NumPy arrays pay nothing. Nothing is copied.
+views of such arrays, so calls with torch tensors and ordinary NumPy arrays pay nothing. Nothing is copied.
 
-Functions of steps catch the error themselves and pass their ``locals()``: :func:`in_sentences` around :func:`kda.decode`
-would add 0.65 us to 5.8 (one token, H = 1, K = V = 16, one core of a Xeon). All others are decorated.
+Functions of steps catch the error themselves and pass their ``locals()``: :func:`in_sentences` around
+:func:`kda.decode` would add 0.65 us to 5.8 (one token, H = 1, K = V = 16, one core of a Xeon).
 
 DLPack could not express read-only memory before version 1.0, and the binding does not ask for a newer version. So an
 array that its owner never lets anyone write is refused here where a call would write it.
@@ -46,7 +46,7 @@ def in_sentences(function: F, takes: Takes | None = None) -> F:
                 arguments = dict(signature.bind(*args, **kwargs).arguments)
             except TypeError:
                 raise error from None
-            return again(call, error, arguments, takes)
+            return retry(call, error, arguments, takes)
 
     return cast(F, call)
 
@@ -84,7 +84,7 @@ _WRITTEN: dict[str, set[str]] = {  # by function: the arguments that it writes
 }
 
 
-def again(function: Callable[..., Any], error: Exception, arguments: dict[str, Any], takes: Takes | None = None) -> Any:
+def retry(function: Callable[..., Any], error: Exception, arguments: dict[str, Any], takes: Takes | None = None) -> Any:
     """Runs ``function`` again if views of some arguments are all that it needs, and returns the result. Otherwise
     raises what :func:`refusal` makes of the error. ``arguments`` are its ``locals()`` when it failed with ``error``."""
     try:
@@ -109,7 +109,7 @@ def _with_stream(function: Callable[..., Any], views: dict[str, Any]) -> Any:
 
 
 def with_operators(function: Callable[..., Any], error: Exception, arguments: dict[str, Any]) -> Any:
-    """:func:`again` for a function that accepts only torch tensors, which need no views."""
+    """:func:`retry` for a function that accepts only torch tensors, which need no views."""
     try:
         given = _given(function, arguments)
         if other := _other_way(given):
