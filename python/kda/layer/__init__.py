@@ -1,1 +1,2 @@
-"""The parts of :mod:`kda.nn`: caches, projections, convolutions, documents and padding, checkpoints."""
+"""The parts of :mod:`kda.nn`, none of which knows the layer: caches, projections, convolutions, documents and padding,
+checkpoints, and the steps and training of all parts at once."""

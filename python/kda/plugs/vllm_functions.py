@@ -21,13 +21,7 @@ _FIRST = 1  # the first slot that a request may have
 
 
 def _prefill(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    A_log: Any,
-    dt_bias: Any,
+    inputs: tuple[Any, ...],
     *,
     scale: Any,
     initial_state: Any,
@@ -38,7 +32,9 @@ def _prefill(
     out: Any,
     sigmoid: bool,
 ) -> tuple[Any, Any]:
-    """The initial states stay as they are, and the last ones have their dtype: vLLM copies them into its pool."""
+    """The initial states stay as they are, and the last ones have their dtype: vLLM copies them into its pool.
+    ``inputs``: q, k, v, g, beta, A_log and dt_bias."""
+    q, k, v, g, beta, A_log, dt_bias = inputs
     N, K, (HV, V) = q.shape[0] if cu is None else cu.shape[0] - 1, q.shape[3], v.shape[2:]
     out = torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
     dtype = torch.float32 if initial_state is None else initial_state.dtype
@@ -51,13 +47,7 @@ def _prefill(
 
 
 def _recurrent(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    A_log: Any,
-    dt_bias: Any,
+    inputs: tuple[Any, ...],
     *,
     lower_bound: Any,
     pool: Any,
@@ -72,6 +62,7 @@ def _recurrent(
 ) -> tuple[Any, Any]:
     """``slots [N]``: a token of each request. ``slots [N, S]``: up to S tokens of each. The state after token t goes to
     slot ``[n, t]``, and with ``accepted`` a request starts from slot ``[n, accepted - 1]``."""
+    q, k, v, g, beta, A_log, dt_bias = inputs
     if cu is None or slots is None or pool is None:
         raise Declined("ssm_state_indices: expected slots of a pool, and cu_seqlens, got None")
     (B, tokens, _, _), N, several = q.shape, cu.shape[0] - 1, slots.ndim == 2
@@ -151,14 +142,9 @@ def chunk_kda_with_fused_gate(
     cu_seqlens: Any = None,
     out: Any = None,
 ) -> tuple[Any, Any]:
+    inputs = (q, k, v, raw_g, raw_beta, A_log, g_bias)
     return _prefill(
-        q,
-        k,
-        v,
-        raw_g,
-        raw_beta,
-        A_log,
-        g_bias,
+        inputs,
         scale=scale,
         initial_state=initial_state,
         output=output_final_state,
@@ -186,14 +172,9 @@ def fused_recurrent_kda(
     out: Any = None,
     fuse_gate: Any = None,
 ) -> tuple[Any, Any]:
+    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias)
     return _recurrent(
-        q,
-        k,
-        v,
-        raw_g,
-        raw_beta,
-        A_log,
-        dt_bias,
+        inputs,
         lower_bound=lower_bound,
         pool=initial_state,
         cu=cu_seqlens,
@@ -254,14 +235,9 @@ def _glm_chunk(
     safe_gate: bool = False,
     lower_bound: Any = -5.0,
 ) -> tuple[Any, Any]:
+    inputs = (q, k, v, raw_g, beta, A_log, g_bias)
     return _prefill(
-        q,
-        k,
-        v,
-        raw_g,
-        beta,
-        A_log,
-        g_bias,
+        inputs,
         scale=scale,
         initial_state=initial_state,
         output=output_final_state,
@@ -297,14 +273,9 @@ def _glm_recurrent(
         raise Declined("inplace_final_state, beta: expected True and [B, T, HV]")
     if not compute_gate:
         a_log = g_bias = lower_bound = None
+    inputs = (q, k, v, g, beta, a_log, g_bias)
     return _recurrent(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        a_log,
-        g_bias,
+        inputs,
         lower_bound=lower_bound,
         pool=initial_state,
         cu=cu_seqlens,
