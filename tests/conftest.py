@@ -1,6 +1,6 @@
 """A test that is skipped proves nothing, so a skip that no rule below expects is a failure: a package or a file is
 missing that the tests need. ``KDA_TEST_SKIPS=any`` lets all skips pass, as on a GPU machine without other projects'
-files; tools/gpu_suite counts them there."""
+files; python -m bench record counts them there."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ MOST_COLUMNS = 120
 MOST_LINES = 120  # in a function
 MOST_LINES_OF_A_FILE = 500
 
-FOLDERS = ("docs", "src", "include", "python", "tests", "tools", "examples", "benchmarks", "cmake")
+FOLDERS = ("docs", "src", "include", "python", "tests", "tools", "examples", "bench", "cmake")
 PAGES = ("README.md", "HACKING.md", "CHANGELOG.md", "docs/**/*.md")
-READMES = tuple(f"{folder}/**/README.md" for folder in ("tests", "tools", "examples", "benchmarks"))
-SOURCES = ("src", "include", "python", "tests", "tools", "examples", "benchmarks")
+READMES = tuple(f"{folder}/**/README.md" for folder in ("tests", "tools", "examples", "bench"))
+SOURCES = ("src", "include", "python", "tests", "tools", "examples", "bench")
 CPP = (".h", ".c", ".cc", ".cu")
 SUFFIXES = (*CPP, ".py", ".sh", ".txt", ".cmake", "")
 GENERATED = ("tools/requirements.txt", "tools/requirements-local.txt", "tools/nvcc.txt", "tools/disassembler.txt")
@@ -54,12 +54,7 @@ LONG_FUNCTIONS = {
     "src/cuda/drafts/recurrent_kernel.h: recurrent_kernel": "as a class of steps it waits for hints: up to 6 % slower",
 }
 
-# The same for calls. All are of functions of other projects, which name nothing or change their names.
-LONG_CALLS = {
-    "python/kda/cli/prefill_peers.py: function": "a function of C, by ctypes",
-    "python/kda/cli/serving_peers.py: launch": "a function of CUDA, whose binding has no names",
-    "python/kda/cli/serving_peers.py: partial": "a function of SGLang",
-}
+LONG_CALLS: dict[str, str] = {}  # the same for calls: file and name of the function
 
 
 @dataclass(frozen=True, order=True)

@@ -13,7 +13,7 @@ import pytest
 import torch.multiprocessing
 from torch.nn import functional
 
-from kda.cli.tuning import compiled_at_once
+from bench.tuning import compiled_at_once
 
 NOTHING_CAME = 99
 

@@ -1,7 +1,7 @@
 // Every wrapper of src/cuda/ptx with random inputs, on a GPU or in the emulator: the program is built for both.
 //   ptx_table FILE [SEED]        writes what each instruction gives, a line of JSON each
-// tools/gpu_suite runs both on a GPU and compares them (tools/gpu_suite/instructions.py). Inputs need no layouts here:
-// they are the same on both sides, and test_ptx*.cc hold both to plain arithmetic.
+// python -m bench record runs both on a GPU and compares them (bench/record/instructions.py). Inputs need no layouts
+// here: they are the same on both sides, and test_ptx*.cc hold both to plain arithmetic.
 #include <cuda_runtime_api.h>
 
 #include <bit>

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from kda.cli import measure, plugs_serving
-from kda.cli.plugs_serving import Case, Contender, Tensors
+from bench import measure, plugs_serving
+from bench.plugs_serving import Case, Contender, Tensors
 from kda.plugs.declined import gpu_why_not
 from places import only_cuda
 from support import rel_rmse

@@ -22,7 +22,7 @@ import torch
 
 import flas_own_tests
 import kda
-from kda.cli import peers
+from bench import peers
 from kda.plugs import engines as _plugs
 from places import only_cuda
 from support import rel_rmse, same_bits

@@ -1,6 +1,6 @@
 // run_on_cuda() puts every call of these tests behind a kernel that lets it start early and writes its tensors late.
-// Here: that this finds a kernel which does not wait. tools/gpu_suite runs all tests so once more from the PTX for
-// sm_80, where kernels cannot wait and must not be launched early.
+// Here: that this finds a kernel which does not wait. python -m bench record runs all tests so once more from the PTX
+// for sm_80, where kernels cannot wait and must not be launched early.
 #include "late_inputs.h"
 
 #include <vector>

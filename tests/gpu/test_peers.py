@@ -1,14 +1,16 @@
 """kda.prefill against FLA, FlashKDA and cuDNN, and gradients of kda.chunk_kda against FLA's, where they are installed
-or in the folder of KDA_PEERS: the same results, except for rounding on both sides. (``python -m kda bench prefill``
+or in the folder of KDA_PEERS: the same results, except for rounding on both sides. (``python -m bench prefill``
 shows how far each is from float64.)"""
 
 from __future__ import annotations
 
 import pytest
 
-from kda.cli import peers, prefill, prefill_peers, training, training_peers
+from bench import peers, prefill, training
+from bench.peers import prefill as prefill_peers
+from bench.peers import training as training_peers
+from bench.training_steps import LEAVES
 from kda.cli.problems import Problem
-from kda.cli.training_steps import LEAVES
 from places import only_cuda
 from support import rel_rmse
 

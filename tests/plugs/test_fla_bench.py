@@ -1,4 +1,4 @@
-"""``python -m kda bench plugs`` on the CPU: ours through FLA and alone, and the host's time in the adapter."""
+"""``python -m bench plugs`` on the CPU: ours through FLA and alone, and the host's time in the adapter."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 import kda.fla
-from kda.cli import main, plug_bench_fla
-from kda.cli.plug_bench import rows
+from bench import plugs_fla as plug_bench_fla
+from bench.command import main
+from bench.plugs import rows
 
 
 def test_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = tmp_path / "record.json"
-    assert main(["bench", "plugs", "--device", "cpu", "--repeats", "1", "--json", str(record)]) == 0
+    assert main(["plugs", "--device", "cpu", "--repeats", "1", "--json", str(record)]) == 0
     text, found = capsys.readouterr().out, json.loads(record.read_text())["plugs"]
     assert [row["case"] for row in found] == [*plug_bench_fla.ON_CPU]
     assert all(case in text for case in plug_bench_fla.ON_CPU)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 import kda
-from kda.cli import arrays, bench, main, measure, peers
+from bench import ROOT, measure, peers
+from bench import run as bench
+from bench.command import main
+from kda.cli import arrays
 
 TINY = ["--T", "70", "--H", "1", "--K", "16", "--V", "16", "--repeats", "3", "--device", "cpu"]
 
@@ -34,24 +35,13 @@ def believe_in_gpu(monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[..., 
 
 
 def command(capsys: pytest.CaptureFixture[str], name: str) -> Callable[..., str]:
-    """Calls ``python -m kda bench name`` with words of the command line, expects a status, and returns the output."""
+    """Calls ``python -m bench name`` with words of the command line, expects a status, and returns the output."""
 
     def call(*words: str, status: int = 0) -> str:
-        assert main(["bench", name, *words]) == status
+        assert main([name, *words]) == status
         return "".join(capsys.readouterr())
 
     return call
-
-
-def tool(name: str) -> ModuleType:
-    """The functions of a program in tools/."""
-    path = Path(__file__).resolve().parents[2] / "tools" / name
-    found = ModuleType(name)
-    found.__file__ = str(path)
-    paths = sys.path[:]
-    exec(compile(path.read_text(), path, "exec"), found.__dict__)
-    sys.path[:] = paths  # it put the sources in front, and processes started later would import kda from there
-    return found
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:
@@ -64,10 +54,9 @@ def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> N
         setattr(sys.modules[module], name, function)
 
 
-def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Calls ``python -m kda`` in a process of its own."""
-    command = [sys.executable, "-m", "kda", *words]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Calls ``python -m bench`` in a process of its own."""
+    return subprocess.run([sys.executable, "-m", "bench", *words], cwd=ROOT, capture_output=True, text=True)
 
 
 def rows(table: str) -> list[list[str]]:

@@ -21,7 +21,8 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import kda
-from kda.cli import main, measure
+from bench import command, measure
+from kda.cli import bench, main
 
 # A shell that runs the suite in the background makes it ignore Ctrl-C, and the programs that tests interrupt would
 # inherit that.
@@ -80,10 +81,7 @@ def force(environment: Callable[[str, str | None], None]) -> Callable[..., None]
     return set_names
 
 
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """``cli("info")`` runs the command in this process, expects ``status`` and returns what it printed."""
-
+def calling(main: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     def call(*words: str, status: int = 0) -> str:
         capsys.readouterr()
         try:
@@ -99,6 +97,19 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``cli("info")`` runs ``python -m kda info`` in this process, expects ``status`` and returns what it printed."""
+    return calling(main, capsys)
+
+
+@pytest.fixture
+def bench_cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The same for ``python -m bench``."""
+    return calling(command.main, capsys)
+
+
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the seconds that ceilings take."""
-    monkeypatch.setattr(measure, "ceilings", lambda device: {"GFLOP/s": 100.0, "GB/s": 10.0})
+    for module in (measure, bench):
+        monkeypatch.setattr(module, "ceilings", lambda device: {"GFLOP/s": 100.0, "GB/s": 10.0})

@@ -1,4 +1,4 @@
-"""The files of engines that tools/fetch_engines.py brought, for tests. See ``kda.cli.engine_files``."""
+"""The files of engines that tools/fetch_engines.py brought, for tests. See ``bench.engine_files``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import kda.plugs.declined
 import kda.plugs.engines
 import kda.plugs.imports
-from kda.cli.engine_files import Names, importable
+from bench.engine_files import Names, importable
 
 ENGINES = Path(os.environ.get("KDA_ENGINES", Path(__file__).resolve().parents[2] / "build" / "engines"))
 

@@ -18,8 +18,8 @@ import kda.plugs.declined
 import kda.plugs.engines
 import kda.plugs.imports
 import kda.sglang
+from bench.engine_files import Names
 from engine_files import forget, loaded
-from kda.cli.engine_files import Names
 
 VERSION = "0.5.23"
 Tensor = torch.Tensor

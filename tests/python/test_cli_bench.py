@@ -1,12 +1,14 @@
-"""python -m kda bench at tiny sizes: files, sweeps, peers, and how times are measured."""
+"""python -m bench at tiny sizes: files, sweeps, peers, and how times are measured."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +18,12 @@ import pytest
 import torch
 
 import kda
+from bench import ROOT, measure, peers
+from bench import operators as benches
+from bench import run as bench
 from benches import TINY, rows, run
 from kda.call import flops as _flops
 from kda.call import library as _lib
-from kda.cli import bench, benches, measure, peers
 from kda.cli.arrays import Source
 from kda.cli.problems import Problem, common
 
@@ -29,12 +33,12 @@ from kda.cli.problems import Problem, common
 def test_bench(tmp_path: Path) -> None:
     """As a user calls it, with ceilings and files."""
     record, chart = tmp_path / "bench.json", tmp_path / "bench.png"
-    words = ["bench", *TINY, "--B", "2", "--threads", "1", "--json", str(record), "--plot", str(chart)]
+    words = [*TINY, "--B", "2", "--threads", "1", "--json", str(record), "--plot", str(chart)]
     done = run(*words)
     assert done.returncode == 0, done.stderr
     assert chart.read_bytes().startswith(b"\x89PNG")
     data = json.loads(record.read_text())
-    assert data["command"] == " ".join(["python -m kda", *words]) and data["threads"] == 1
+    assert data["command"] == " ".join(["python -m bench", *words]) and data["threads"] == 1
     assert data["library"] == kda.info() and data["torch"] == torch.__version__ and data["device"] == "cpu"
     assert data["ceilings"].keys() == {"GFLOP/s", "GB/s"} and min(data["ceilings"].values()) > 0.1
     assert [r["operator"] for r in data["rows"]] == list(bench.BENCHES), "one of each: their sizes are the same now"
@@ -51,16 +55,16 @@ def test_bench(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_bench_sweeps(cli: Callable[..., str], tmp_path: Path) -> None:
+def test_bench_sweeps(bench_cli: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    words = ["bench", "prefill", "decode", *TINY, "--T", "1", "70", "--H", "1", "2", "--dtype", "float32"]
-    cli(*words, "--B", "1", "--json", str(path))
+    words = ["prefill", "decode", *TINY, "--T", "1", "70", "--H", "1", "2", "--dtype", "float32"]
+    bench_cli(*words, "--B", "1", "--json", str(path))
     got = [(r["operator"], r["problem"]["T"], r["problem"]["H"]) for r in json.loads(path.read_text())["rows"]]
     assert got == [("prefill", t, h) for t in (1, 70) for h in (1, 2)] + [("decode", 1, h) for h in (1, 2)]
 
 
 @pytest.mark.usefixtures("quick")
-def test_bench_forces(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_forces(bench_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str | None] = []
     call = _lib.library().decode
 
@@ -69,7 +73,7 @@ def test_bench_forces(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) 
         call(*tensors, **operands)
 
     monkeypatch.setattr(_lib.library(), "decode", decode)
-    cli("bench", "decode", *TINY, "--B", "1", "--impl", "reference")
+    bench_cli("decode", *TINY, "--B", "1", "--impl", "reference")
     assert set(used) == {"reference"} and "KDA_IMPL" not in os.environ
 
 
@@ -108,10 +112,10 @@ def fla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 
 
 @pytest.mark.usefixtures("quick")
-def test_peers_beside_it(cli: Callable[..., str], fla: Callable[[str], None], tmp_path: Path) -> None:
+def test_peers_beside_it(bench_cli: Callable[..., str], fla: Callable[[str], None], tmp_path: Path) -> None:
     fla(NAIVE)
     path = tmp_path / "x.json"
-    text = cli("bench", "prefill", "decode", *TINY, "--B", "2", "--T", "64", "70", "--json", str(path))
+    text = bench_cli("prefill", "decode", *TINY, "--B", "2", "--T", "64", "70", "--json", str(path))
     assert [r["contender"] for r in json.loads(path.read_text())["rows"]] == [
         "kda", "FLA naive_chunk_kda", "kda", "kda", "FLA naive_recurrent_kda",
     ]  # fmt: skip
@@ -121,9 +125,9 @@ def test_peers_beside_it(cli: Callable[..., str], fla: Callable[[str], None], tm
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_peer_that_cannot_be_imported(cli: Callable[..., str], fla: Callable[[str], None]) -> None:
+def test_a_peer_that_cannot_be_imported(bench_cli: Callable[..., str], fla: Callable[[str], None]) -> None:
     fla("raise OSError('no GPU, no import')")
-    text = cli("bench", "decode", *TINY, "--B", "1")
+    text = bench_cli("decode", *TINY, "--B", "1")
     assert "no rows of fla.ops.kda.naive: importing it fails with OSError: no GPU, no import" in text
     assert len(rows(text)) == 1
 
@@ -136,24 +140,49 @@ def test_peers_get_what_the_kernels_compute() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_plot_without_matplotlib(cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib(bench_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(bench, "_measure", None)  # the message comes before measuring
-    assert "--plot: needs matplotlib, which is not installed" in cli("bench", "--plot", "x.png", status=2)
+    assert "--plot: needs matplotlib, which is not installed" in bench_cli("--plot", "x.png", status=2)
 
 
 def test_bench_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = None
-from kda.cli import main
-sys.exit(main(["bench", *{TINY}, "--B", "2", "--json", {str(tmp_path / "x.json")!r}]))
+from bench.command import main
+sys.exit(main([*{TINY}, "--B", "2", "--json", {str(tmp_path / "x.json")!r}]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     got = [r["operator"] for r in json.loads((tmp_path / "x.json").read_text())["rows"]]
     assert got == [name for name, entry in bench.BENCHES.items() if not entry.needs_torch]
     assert "no rows of training: it needs torch, which is not installed" in done.stdout and ", float32 " in done.stdout
+
+
+def test_progress_is_a_line_a_case_where_nobody_looks_on() -> None:
+    words = [sys.executable, "-m", "bench", "gate", "conv", *TINY, "--repeats", "1", "--seconds", "0.1"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    lines = [line for line in done.stderr.splitlines() if re.match(r"\[\d+/\d+\] ", line)]
+    assert [line.partition("] ")[2].partition(":")[0] for line in lines] == ["ceilings", "gate", "conv", "ceilings"]
+
+
+def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    words = [sys.executable, "-m", "bench", "gate", "prefill", *TINY, "--json", str(record)]
+    words += ["--repeats", "100000", "--seconds", "3"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        for line in process.stderr:
+            if "prefill" in line:
+                time.sleep(0.2)
+                process.send_signal(signal.SIGINT)
+                break
+        out = process.stdout.read()
+        assert process.wait() == 130
+    assert "interrupted: the rest was not measured" in out
+    found: dict[str, Any] = json.loads(record.read_text())
+    assert found["interrupted"] and [row["operator"] for row in found["rows"]] == ["gate"]
 
 
 # ---- measuring ----

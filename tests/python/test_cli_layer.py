@@ -1,4 +1,4 @@
-"""python -m kda bench layer on a GPU: all but the timing, on the CPU."""
+"""python -m bench layer on a GPU: all but the timing, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from bench import layer, measure
+from bench import run as bench
+from bench.layer import Case, Rates
+from bench.peers import layer as layer_peers
+from bench.peers.layer import Calls, FLACache, Inputs
+from bench.record import timings
+from bench.record.record import identity
 from benches import believe_in_gpu, command, install
-from gpu_suite import timings
-from gpu_suite.record import identity
-from kda.cli import bench, layer, layer_peers, measure
-from kda.cli.layer import Case, Rates
-from kda.cli.layer_peers import Calls, FLACache, Inputs
 from kda.cli.problems import Problem
 from kda.nn import KimiDeltaAttention
 from layer_model import relative
@@ -330,7 +332,7 @@ def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     """Without a GPU the layer has a rate, as operators have."""
     record = tmp_path / "x.json"
     monkeypatch.setattr(bench, "_best_device", lambda operators: "cpu")
-    monkeypatch.setattr("kda.cli.measure.ceilings", lambda device: {"GFLOP/s": 1.0, "GB/s": 1.0})
+    monkeypatch.setattr("bench.measure.ceilings", lambda device: {"GFLOP/s": 1.0, "GB/s": 1.0})
     words = [*SIZES, "--dtype", "float32", "--repeats", "1", "--gate", "lower_bound", "--json", str(record)]
     command(capsys, "layer")(*words)
     (row,) = json.loads(record.read_text())["rows"]

@@ -1,4 +1,4 @@
-"""``kda.cli.plugs_serving``: its calls of our kernels through the engines' interfaces, on the CPU."""
+"""``bench.plugs_serving``: its calls of our kernels through the engines' interfaces, on the CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import kda
-from kda.cli import measure, plugs_serving
-from kda.cli.plugs_serving import Case, Contender, Tensors
+from bench import measure, plugs_serving
+from bench.plugs_serving import Case, Contender, Tensors
 from sglang_server import sglang
 from vllm_layers import vllm
 
@@ -69,7 +69,7 @@ def test_an_engine_that_is_not_there(tmp_path: Path) -> None:
 
 def test_rows_of_bench_plugs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of both contenders become one, and an engine that is not there a note."""
-    from kda.cli import plug_bench
+    from bench import plugs as plug_bench
 
     def rows(package: str, cases: Any, notes: list[str]) -> list[dict[str, Any]]:
         if package == "vllm":
@@ -80,7 +80,7 @@ def test_rows_of_bench_plugs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugs_serving, "rows", rows)
     notes: list[str] = []
     name = "decode H=32 B=8"
-    [row] = plug_bench._serving_rows(notes, (name,))
+    [row] = plug_bench._serving_rows(notes, (name,), ("sglang", "vllm"))
     assert (row["case"], row["engine_ms"], row["through_ms"], row["over_engine"]) == (name, 0.03, 0.01, 3.0)
     assert notes == ["no rows of vllm: it is not installed"]
 

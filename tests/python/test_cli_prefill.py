@@ -1,4 +1,4 @@
-"""python -m kda bench prefill on a GPU: all but the timing, on the CPU."""
+"""python -m bench prefill on a GPU: all but the timing, on the CPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ import torch
 from matplotlib.figure import Figure
 
 import kda
+from bench import peers, plot, prefill
+from bench.peers import prefill as prefill_peers
+from bench.prefill import Case
+from bench.record import timings
 from benches import believe_in_gpu, command, install
-from gpu_suite import timings
-from kda.cli import peers, plot, prefill, prefill_peers
-from kda.cli.prefill import Case
 from kda.cli.problems import Problem
 
 TINY = {"H": 2, "K": 16, "V": 24}

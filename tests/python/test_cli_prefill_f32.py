@@ -1,4 +1,4 @@
-"""python -m kda bench prefill_f32 on a GPU: all but the timing, on the CPU."""
+"""python -m bench prefill_f32 on a GPU: all but the timing, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import kda
+from bench import measure, prefill_f32
+from bench.record import timings
 from benches import believe_in_gpu, command
-from gpu_suite import timings
-from kda.cli import arrays, measure, prefill_f32, problems
+from kda.cli import arrays, problems
 from kda.cli.problems import Problem
 
 SIZES = ["--T", "70", "--H", "2", "--K", "16", "--V", "24"]

@@ -1,17 +1,13 @@
-"""python -m kda for scripts: JSON, pipes that close, progress in files, interruptions, GPUs that are not present."""
+"""python -m kda for scripts: JSON, pipes that close, GPUs that are not present."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,31 +80,6 @@ def test_a_reader_that_goes_is_no_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 141
-
-
-def test_progress_is_a_line_a_case_where_nobody_looks_on() -> None:
-    words = [*COMMAND, "bench", "gate", "conv", *SMALL, "--repeats", "1", "--seconds", "0.1"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    lines = [line for line in done.stderr.splitlines() if re.match(r"\[\d+/\d+\] ", line)]
-    assert [line.partition("] ")[2].partition(":")[0] for line in lines] == ["ceilings", "gate", "conv", "ceilings"]
-
-
-def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    words = [*COMMAND, "bench", "gate", "prefill", *SMALL, "--json", str(record)]
-    words += ["--repeats", "100000", "--seconds", "3"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stderr:
-            if "prefill" in line:
-                time.sleep(0.2)
-                process.send_signal(signal.SIGINT)
-                break
-        out = process.stdout.read()
-        assert process.wait() == 130
-    assert "interrupted: the rest was not measured" in out
-    found: dict[str, Any] = json.loads(record.read_text())
-    assert found["interrupted"] and [row["operator"] for row in found["rows"]] == ["gate"]
 
 
 # ---- GPUs that are not present ----

@@ -1,4 +1,4 @@
-"""python -m kda bench decode on a GPU: all but the timing, on the CPU."""
+"""python -m bench decode on a GPU: all but the timing, on the CPU."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import torch
 from matplotlib.figure import Figure
 
 import kda
+from bench import measure, peers, plot, serving, serving_calls
+from bench.peers import serving as serving_peers
+from bench.record import timings
 from benches import believe_in_gpu, command, install
-from gpu_suite import timings
-from kda.cli import measure, peers, plot, serving, serving_calls, serving_peers
 from kda.cli.problems import Problem
 
 SMALL = Problem(B=3, T=4, H=2, K=16, V=24)

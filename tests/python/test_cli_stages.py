@@ -1,4 +1,4 @@
-"""python -m kda bench stages on a GPU: all but the timing, on the CPU."""
+"""python -m bench stages on a GPU: all but the timing, on the CPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import kda
+from bench import run as bench
+from bench import stages
+from bench.prefill import Case
+from bench.record import timings
 from benches import believe_in_gpu, command, install
-from gpu_suite import timings
-from kda.cli import arrays, bench, problems, stages
-from kda.cli.prefill import Case
+from kda.cli import arrays, problems
 from kda.cli.problems import Problem
 
 TINY = Problem(T=70, H=2, K=16, V=24, layout="K-first", **stages.FIXED)
@@ -171,7 +173,7 @@ def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     """Without a GPU the stage has a rate, as other operators have."""
     record = tmp_path / "x.json"
     monkeypatch.setattr(bench, "_best_device", lambda operators: "cpu")
-    monkeypatch.setattr("kda.cli.measure.ceilings", lambda device: {"GFLOP/s": 1.0, "GB/s": 1.0})
+    monkeypatch.setattr("bench.measure.ceilings", lambda device: {"GFLOP/s": 1.0, "GB/s": 1.0})
     command(capsys, "stages")(*SIZES, "--repeats", "1", "--gate", "softplus", "--json", str(record))
     (row,) = json.loads(record.read_text())["rows"]
     p = row["problem"]

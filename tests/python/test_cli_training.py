@@ -1,4 +1,4 @@
-"""python -m kda bench training on a GPU: all but the timing, on the CPU."""
+"""python -m bench training on a GPU: all but the timing, on the CPU."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 import kda
+from bench import measure, plot, prefill, training
+from bench.peers import training as training_peers
+from bench.prefill import Case, Inputs
+from bench.record import timings
+from bench.training_steps import LEAVES, Step
 from benches import believe_in_gpu, command, install
-from gpu_suite import timings
 from kda.call import library as _lib
-from kda.cli import measure, plot, prefill, training, training_peers
-from kda.cli.prefill import Case, Inputs
 from kda.cli.problems import Problem
-from kda.cli.training_steps import LEAVES, Step
 from test_cli_prefill import tensor
 
 TINY = {"H": 2, "K": 16, "V": 24}

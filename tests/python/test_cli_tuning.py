@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from bench.tuning import compiled_at_once
 from benches import install
-from kda.cli.tuning import compiled_at_once
 
 WARPS = (1, 2, 4, 8, 16)
 DRIVER = SimpleNamespace(get_current_device=lambda: 3, get_current_target=lambda: "sm_90")

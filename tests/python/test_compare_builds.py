@@ -1,4 +1,4 @@
-"""tools/compare_builds: all but the timing, on the CPU."""
+"""python -m bench compare: all but the timing, on the CPU."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from benches import believe_in_gpu, tool
-from kda.cli import prefill, serving_calls
-from kda.cli.prefill import Case
+from bench import compare, prefill, serving_calls
+from bench.prefill import Case
+from benches import believe_in_gpu
 from kda.cli.problems import Problem
 
-compare = tool("compare_builds")
 SMALL = {"B": 3, "T": 1, "H": 2, "K": 16, "V": 24}
 
 
@@ -43,7 +42,7 @@ def test_rows() -> None:
         ("H12 T2048", "slow"), ("H64 T512", "strong"), ("H64 T512", "slow")
     }  # fmt: skip
     for wrong in ("encode B=1", "decode batches=1"):
-        with pytest.raises(SystemExit, match="--serving: "):
+        with pytest.raises(ValueError, match="--serving: "):
             compare.serving_rows([wrong])
 
 

@@ -1,19 +1,23 @@
-"""benchmarks/cp.py runs, and writes what it says."""
+"""python -m bench cp runs, and writes what it says."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cp.py"
+ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "bench", "cp", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize("more", [[], ["--layout", "zigzag", "--window", "64"]])
@@ -30,6 +34,8 @@ def test_record(tmp_path: Path, more: list[str]) -> None:
     assert min(row["maps, ms on 2"], row["all-gather, ms on 2"]) > 0
 
 
-def test_cases_are_checked() -> None:
-    done = run("--device", "cpu", "--case", "T256")
-    assert done.returncode == 2 and "expected heads and tokens like H12T65536, got T256" in done.stderr
+def test_wrong_arguments_are_sentences(bench_cli: Callable[..., str]) -> None:
+    sentence = "--case: expected heads and tokens like H12T65536, got T256"
+    assert sentence in bench_cli("cp", "--device", "cpu", "--case", "T256", status=2)
+    if torch.cuda.device_count() < 9:
+        assert "--ranks: expected as many CUDA devices" in bench_cli("cp", "--ranks", "9", status=2)

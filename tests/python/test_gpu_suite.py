@@ -1,4 +1,4 @@
-"""tools/gpu_suite: which tests it wants, runs again and keeps in its record."""
+"""python -m bench record: which tests it wants, runs again and keeps in its record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import kda
-from gpu_suite import command, instructions, sanitizer, tests
+from bench import ROOT
+from bench.command import main
+from bench.record import command, instructions, sanitizer, tests
 from kda.cli import show
 
 HOPPER_ONLY = "cuda_b was forced but needs compute capability 9.0 (Hopper)"
@@ -91,15 +93,14 @@ def test_gpu_suite_keeps_what_only_other_sources_have(monkeypatch: pytest.Monkey
 
     def record(*options: str, rows: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         monkeypatch.setattr(command, "benchmarks", lambda *_: iter([[stream], list(rows)]))
-        monkeypatch.setattr(sys, "argv", ["gpu_suite", "--out", str(tmp_path), *options])
-        assert command.main() == 0
+        assert main(["record", "--out", str(tmp_path), *options]) == 0
         return json.loads(path.read_text())
 
     first = record("--only", "benchmarks", rows=[row, row | {"B": 2}])
     assert first["benchmarks"] == [stream, row, row | {"B": 2}] and "earlier" not in first
     again = record("--only", "benchmarks", rows=[row | {"us": 2.0}])
     assert again["benchmarks"] == [row | {"B": 2}, stream, row | {"us": 2.0}]
-    assert again["command"] == "; ".join(["python tools/gpu_suite --out FOLDER --only benchmarks"] * 2)
+    assert again["command"] == "; ".join(["python -m bench record --out FOLDER --only benchmarks"] * 2)
     hashes["src/cuda"] = "2"
     second = record("--only", "tests", "--tests", "cpp")
     assert "benchmarks" not in second and list(second["tests"]) == ["cpp"]
@@ -116,10 +117,10 @@ def test_gpu_suite_keeps_what_only_other_sources_have(monkeypatch: pytest.Monkey
     assert [list(part["tests"]) for part in fourth["earlier"]] == [["cpp"]]
 
 
-def test_the_folder_is_the_command() -> None:
-    """Python runs the folder, with nothing of it on the path."""
-    folder = Path(command.__file__).parent
-    result = subprocess.run([sys.executable, folder, "--help"], cwd="/", env={}, capture_output=True, text=True)
+def test_the_command_needs_no_installed_package() -> None:
+    """It measures a built library, with the package of this tree."""
+    words = [sys.executable, "-m", "bench", "record", "--help"]
+    result = subprocess.run(words, cwd=ROOT, env={}, capture_output=True, text=True)
     assert "--sanitizers" in result.stdout and not result.returncode, result.stderr
 
 

@@ -91,7 +91,7 @@ def test_a_circle_is_found() -> None:
 @pytest.mark.parametrize("cli", [False, True])
 def test_imports_have_no_circle_and_few_floors(cli: bool) -> None:
     found = floors(graph(cli))
-    assert len(found) > 20 and max(found.values()) > 4, "all modules were read"
+    assert len(found) > (8 if cli else 20) and max(found.values()) > (2 if cli else 4), "all modules were read"
     too_high = {module: floor for module, floor in found.items() if floor > FLOORS}
     assert not too_high
 

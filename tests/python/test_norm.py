@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import kda
 import kda.operators
-from kda.cli import main, measure
+from bench import measure
+from bench.command import main
 from kda.nn import RMSNormGated
 from support import cpu_implementations, same_bits, take_operators
 
@@ -249,7 +250,7 @@ def test_bench_shows_the_share_of_bandwidth(
     monkeypatch.setattr(measure, "ceilings", lambda device: {"GFLOP/s": 100.0, "GB/s": 10.0})
     path = tmp_path / "x.json"
     sizes = ["--T", "70", "--H", "2", "--K", "16", "--V", "32", "--repeats", "1"]
-    assert main(["bench", "norm_gate", "--device", "cpu", *sizes, "--json", str(path)]) == 0
+    assert main(["norm_gate", "--device", "cpu", *sizes, "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     moved = 3 * 70 * 2 * 32 * 2  # x, gate and y in bfloat16
     assert row["unit"] == "GB/s" and row["rate"] == pytest.approx(moved / row["ms"] * 1e-6)

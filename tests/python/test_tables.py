@@ -1,22 +1,23 @@
-"""tools/tables: pages show what the records and the library have."""
+"""python -m bench tables: pages show what the records and the library have."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from bench.tables import command, instructions, operands
+from bench.tables.record import Record, table, three
 from kda.call.library import Operand, library
-from tables import command, instructions, operands
-from tables.record import Record, table, three
 
 PAGES = {path.relative_to(command.ROOT).as_posix(): path.read_text() for path in command.pages()}
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if command.MARKED.search(text)])
 def test_pages_are_up_to_date(page: str) -> None:
-    assert command.unlike(PAGES[page]) == [], "python tools/tables --write puts today's tables there"
+    assert command.unlike(PAGES[page]) == [], "python -m bench tables --write puts today's tables there"
 
 
 def test_every_table_is_in_a_page() -> None:
@@ -88,13 +89,11 @@ def test_numbers_and_lines() -> None:
     assert table(["", "x"], [["a", ""], ["b", "1"]]) == ["| | x |", "|---|---|", "| a | |", "| b | 1 |"]
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["tables", "gate", "--check"])
-    assert command.main() == 0
-    assert capsys.readouterr().out.splitlines() == ["<!-- table: gate -->", *command.TABLES["gate"]()]
+def test_the_command(bench_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench_cli("tables", "gate", "--check").splitlines() == ["<!-- table: gate -->", *command.TABLES["gate"]()]
     monkeypatch.setitem(command.TABLES, "conv", lambda: ["| another |"])
-    assert command.main() == 1
-    assert "docs/kernels/cuda_conv.md: out of date: conv" in capsys.readouterr().out
+    assert "docs/kernels/cuda_conv.md: out of date: conv" in bench_cli("tables", "--check", status=1)
+    assert "no table is called 'none'" in bench_cli("tables", "none", status=2)
 
 
 def test_instructions_say_what_is_not_measured() -> None:

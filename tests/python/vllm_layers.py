@@ -22,8 +22,8 @@ import kda.plugs.declined
 import kda.plugs.engines
 import kda.plugs.imports
 import kda.vllm
+from bench.engine_files import Names
 from engine_files import forget, loaded
-from kda.cli.engine_files import Names
 
 VERSION = "0.33.0"
 Tensor = torch.Tensor

@@ -7,14 +7,14 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import kda
 
 COMMANDS = {
     "info": "what was built and what it finds on this machine",
     "check": "test the installed library against its float64 oracle",
-    "bench": "measure the operators beside the ceilings of this machine",
+    "bench": "measure prefill, training and decode beside the ceilings of this machine",
     "explain": "which implementation would run a shape, and why not the others",
     "config": "options of compilers and linkers for C and C++ programs",
     "plugs": "which engines (FLA, SGLang, vLLM) are installed and run on kda, and why others do not",
@@ -40,23 +40,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="command", help=f"one of {', '.join(COMMANDS)}")
     parser.add_argument("--version", action="version", version=f"kda {kda.__version__}")
     name = parser.parse_args(words[:1]).command
+    set_threads(words)
     module = importlib.import_module(f".{name}", __name__)
     parser = argparse.ArgumentParser(
         prog=f"python -m kda {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     module.arguments(parser)
     options = parser.parse_args(words[1:])
-    if getattr(options, "threads", None):  # OpenMP and BLAS read it once, when they are loaded
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    return status_of(f"python -m kda {name}", lambda: module.run(options))
+
+
+def set_threads(words: Sequence[str]) -> None:
+    """Before anything is imported: OpenMP and BLAS read the number once, when they are loaded."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--threads", nargs="?")
+    threads = parser.parse_known_args(words)[0].threads
+    if threads and threads.isdecimal():
+        os.environ["OMP_NUM_THREADS"] = threads
+
+
+def status_of(name: str, run: Callable[[], int]) -> int:
+    """Runs a command and returns its exit status; an error that a user can mend is a sentence."""
     try:
-        status: int = module.run(options)
+        status = run()
         sys.stdout.flush()  # here, where a broken pipe can be caught
         return status
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter complains at its end
         return BROKEN_PIPE
     except (ValueError, NotImplementedError, ImportError, OSError) as error:
-        print(f"python -m kda {name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED

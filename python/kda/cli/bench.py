@@ -1,204 +1,233 @@
-"""Measures operators on this machine, next to installed peers and to the machine's own ceilings: a large matrix
-product, and reading and writing memory. Times are medians over repetitions that alternate between the things
-compared. Nothing else should run at the same time."""
+"""Measures prefill, training and decode on this machine, next to the machine's own ceilings: a large matrix product,
+and reading and writing memory. Times are medians. Nothing else should run at the same time. Other operators, other
+projects' kernels and the published figures are measured from the repository: python -m bench, docs/bench.md."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import itertools
 import json
-import sys
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from . import INTERRUPTED, show
-from .bench_on_gpu import ON_GPU
-from .bench_tables import print_record
-from .benches import BENCHES, Bench
-from .problems import Problem, combinations, given_sizes, natural, size_arguments
+import numpy as np
+
+import kda
+
+from ..call import flops
+from ..call.arrays import torch
+from . import problems, show
+from .arrays import Source, cuda_device
+from .operators import forced, known
+from .problems import BYTES, Problem, combinations, given_sizes, natural, size_arguments
+
+Call = Callable[[], object]
+
+
+class Bench(NamedTuple):
+    prepare: Callable[[Problem, Source], Call]  # makes the inputs and returns the call to time
+    work: Callable[[Problem], float]  # what the call does, in the unit of the ceiling that it is compared with:
+    unit: str  # "GFLOP/s" or "GB/s"
+    cases: tuple[Problem, ...]
+    most_tokens: int = 1 << 40  # a row; a larger --T is meant for other operators
+    needs_torch: bool = False
+
+
+def _prefill(p: Problem, new: Source) -> Call:
+    x = problems.serving(p, new)
+    return lambda: kda.prefill(**x)
+
+
+def _training(p: Problem, new: Source) -> Call:
+    x = problems.training(p, new)
+    d = x.pop("d_o")
+    del x["d_final_state"], x["initial_state"]
+    leaves = [a.requires_grad_() for a in x.values() if isinstance(a, torch.Tensor) and a.is_floating_point()]
+    return lambda: torch.autograd.grad(kda.chunk_kda(**x)[0], leaves, d)
+
+
+def _decode(p: Problem, new: Source) -> Call:
+    x = problems.serving(p, new)
+    return lambda: kda.decode(**x)
+
+
+def flop(of: str) -> Callable[[Problem], float]:
+    """The work for all tokens and value heads, from a function of kda.call.flops."""
+    return lambda p: p.B * p.T * p.HV * float(getattr(flops, f"{of}_flop")(p.K, p.V))
+
+
+def state_bytes(p: Problem) -> float:
+    """Bytes if every state is read and written once."""
+    return 2 * p.N * p.HV * p.K * p.V * BYTES[p.state_dtype]
+
+
+BENCHES = {
+    "prefill": Bench(_prefill, flop("forward"), "GFLOP/s", (Problem(T=512), Problem(T=4096))),
+    "training": Bench(
+        _training, flop("training"), "GFLOP/s", (Problem(T=512), Problem(T=4096)), needs_torch=True
+    ),
+    "decode": Bench(_decode, state_bytes, "GB/s", tuple(Problem(B=B, T=1) for B in (1, 32, 1024)), most_tokens=16),
+}  # fmt: skip
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "python -m kda bench [OPERATOR ... | plugs] [options]"
-    parser.add_argument(
-        "operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(BENCHES)}; all by default; or plugs"
-    )
+    parser.usage = "python -m kda bench [OPERATOR ...] [options]"
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(BENCHES)}; all by default")
     size_arguments(parser, many=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where all of OPERATOR run there, else cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
     parser.add_argument("--impl", metavar="NAME,..", help="force implementations, see `python -m kda info`")
     parser.add_argument("--threads", type=natural, metavar="N", help="as if OMP_NUM_THREADS were set")
     parser.add_argument("--repeats", type=natural, default=7, metavar="N")
     parser.add_argument("--seconds", type=float, default=2.0, help="a slow call stops repeating after these")
-    parser.add_argument("--peers", type=Path, metavar="FOLDER", help="of kernels to measure beside ours on cuda")
-    parser.add_argument("--rows", nargs="+", default=[], metavar="CASE", help="on cuda, as H64T8192 or H12*")
-    parser.add_argument("--quick", action="store_true", help="a few cases of prefill on cuda")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write a record")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart: .png, .svg or .pdf; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="for scripts, on standard output")
 
 
 def run(options: argparse.Namespace) -> int:
-    if options.operators == ["plugs"]:
-        _check_files(options)
-        from . import plug_bench
-
-        return plug_bench.run(options)
     for name in options.operators:
         if name not in BENCHES:
             raise ValueError(f"operators: expected some of {', '.join(BENCHES)}, got {name}")
-    _check_files(options)
-
-    from ..call.arrays import torch
-    from ..call.library import OPERATORS
-    from .arrays import Source
-    from .measure import machine, stream_bandwidth
-    from .operators import forced, known
-    from .peers import add_folder, missing
-
-    options.device = options.device or _best_device(options.operators)
-    names = options.operators or [n for n, b in BENCHES.items() if options.device in b.devices]
-    known(options.impl, OPERATORS)
-    for name in names:
-        if options.device not in BENCHES[name].devices:
-            raise ValueError(
-                f"--device: expected {' or '.join(BENCHES[name].devices)} for {name}, got {options.device}"
-            )
-    notes = []
+    known(options.impl, ("forward", "backward", "decode"))
+    device = options.device or ("cuda" if cuda_device() and kda.info()["cuda"] else "cpu")
+    Source(device)  # reports a problem with the device before anything is measured
     given = given_sizes(options)
     if torch is None:
         given.setdefault("dtype", ["float32"])  # NumPy has no bfloat16
-    special = [name for name in names if options.device == "cuda" and name in ON_GPU]
-    if options.quick and "prefill" not in special:
-        raise ValueError("--quick: expected prefill on cuda with it")
-    if options.rows and not {"layer", "prefill", "stages", "training"} & {*special}:
-        raise ValueError("--rows: expected prefill, stages, layer or training on cuda with it")
-    rows = [(name, p) for name in names if name not in special for p in _problems(BENCHES[name], given)]
-    if torch is None:
-        notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
-        rows = [(name, p) for name, p in rows if not BENCHES[name].needs_torch]
-    add_folder(options.peers)
-    modules = {module for n in names for module, _ in BENCHES[n].peers.values()} if options.device == "cpu" else set()
-    notes += missing(modules)
-    absent = {m for m in modules if any(f" {m}:" in note for note in notes)}
-
-    Source(options.device)  # reports a problem with the device before anything is measured
-    record: dict[str, Any] = {"command": " ".join(["python -m kda", *sys.argv[1:]]), **machine(options.device)}
-    record |= {"ceilings": {}, "rows": []}
-    status = 0
-    try:
-        with forced(options.impl):
-            if rows:
-                _measure_rows(rows, record, options, absent, notes)
-            if special:
-                record["stream_gb_per_s"] = stream_bandwidth()
-            for name in special:
-                ON_GPU[name](given, record, options, notes)
-    except KeyboardInterrupt:
-        notes.append("interrupted: the rest was not measured")
-        record["interrupted"], status = True, INTERRUPTED
-    print_record(record, notes)
+    names = [n for n in options.operators or BENCHES if torch is not None or not BENCHES[n].needs_torch]
+    limits = ceilings(device)
+    with forced(options.impl):
+        rows = [
+            row(name, p, device, options.repeats, options.seconds)
+            for name in names
+            for p in cases_of(BENCHES[name].cases, given, BENCHES[name].most_tokens)
+        ]
+    limits = {unit: max(rate, limits[unit]) for unit, rate in ceilings(device).items()}  # a disturbance may have passed
     if options.json:
-        options.json.write_text(json.dumps(record, indent=2) + "\n")
-    if options.plot and any(record.get(part) for part in ("rows", *ON_GPU, "serving")):
-        from .plot import draw
-
-        draw(record, options.plot)
-    return status
-
-
-def _best_device(operators: list[str]) -> str:
-    import kda
-
-    from .arrays import cuda_device
-
-    built = "cuda_gate" in kda.implementations("gate")
-    everywhere = operators and all("cuda" in BENCHES[name].devices for name in operators)
-    return "cuda" if built and everywhere and cuda_device() else "cpu"
+        print(json.dumps({**kda.info(), "device": device, "ceilings": limits, "rows": rows}, indent=2))
+        return 0
+    print(f"{device}: {limits['GFLOP/s']:.0f} GFLOP/s matrix product, {limits['GB/s']:.1f} GB/s read + write\n")
+    show.table(["operator", "case", "time", "tokens/s", "rate", "of ceiling"], [_cells(r, limits) for r in rows])
+    return 0
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    """Reports problems with output files now, not after minutes of measuring."""
-    for name in ("json", "plot"):
-        path = getattr(options, name)
-        if path and not path.absolute().parent.is_dir():
-            raise ValueError(f"--{name}: expected a file in a folder that exists, got {path}")
-    if options.plot:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("--plot: needs matplotlib, which is not installed; `pip install libkda[cli]` brings it")
-        if options.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {options.plot}")
+def cases_of(own: tuple[Problem, ...], given: dict[str, list[Any]], most_tokens: int) -> list[Problem]:
+    """An operator's own cases, in every combination with the given values."""
+    given = {name: [v for v in values if name != "T" or v <= most_tokens] for name, values in given.items()}
+    given = {name: values for name, values in given.items() if values}
+    return list(dict.fromkeys(x for p in own for x in combinations(p, given)))
 
 
-def _problems(bench: Bench, given: dict[str, list[Any]]) -> list[Problem]:
-    """The operator's own problems, in every combination with the given values."""
-    given = {name: [v for v in values if name != "T" or v <= bench.most_tokens] for name, values in given.items()}
-    given = {name: values for name, values in given.items() if values} | {n: [v] for n, v in bench.only.items()}
-    return list(dict.fromkeys(x for p in bench.problems for x in combinations(p, given)))
-
-
-def _measure_rows(
-    rows: list[tuple[str, Problem]],
-    record: dict[str, Any],
-    options: argparse.Namespace,
-    absent: set[str],
-    notes: list[str],
-) -> None:
-    from .measure import ceilings
-
-    with show.Progress(2 + len(rows) * options.repeats, lines=True) as progress:
-
-        def measure_ceilings() -> None:
-            progress.label("ceilings")
-            for unit, rate in ceilings(options.device).items():
-                record["ceilings"][unit] = max(rate, record["ceilings"].get(unit, 0.0))
-            progress.step()
-
-        measure_ceilings()
-        for name, p in rows:
-            progress.label(f"{name}: {p.sizes}")
-            record["rows"] += _measure(name, p, options, absent, notes, progress)
-        measure_ceilings()  # again: a disturbance may have passed
-
-
-def _measure(
-    name: str, p: Problem, options: argparse.Namespace, absent: set[str], notes: list[str], progress: show.Progress
-) -> list[dict[str, Any]]:
-    """Returns a row for kda, then one for each peer."""
-    from . import peers
-    from .arrays import Source
-    from .measure import medians, synchronizer
-
+def row(name: str, p: Problem, device: str, repeats: int, seconds: float) -> dict[str, Any]:
     bench = BENCHES[name]
-    calls = {"kda": bench.prepare(p, Source(options.device))}
-    for peer, (module, function) in bench.peers.items():
-        if module in absent or options.device != "cpu":
-            continue
-        try:
-            call = getattr(peers, function)(p, Source(options.device))
-            call()
-        except Exception as error:  # a peer may not support this shape
-            notes.append(f"no row of {peer} for {p.sizes}: {type(error).__name__}: {error}")
-        else:
-            calls[peer] = call
-    done = itertools.count(1)
-    times = medians(
-        calls,
-        options.repeats,
-        seconds=options.seconds,
-        synchronize=synchronizer(options.device),
-        tick=lambda: progress.step() if next(done) % len(calls) == 0 else None,
-    )
-    return [
-        {
-            "operator": name,
-            "contender": contender,
-            "problem": asdict(p),
-            "ms": seconds * 1e3,
-            "tokens_per_s": p.B * p.T / seconds,
-            "rate": bench.work(p) / seconds * 1e-9,
-            "unit": bench.unit,
-            "times_kda": seconds / times["kda"],
-        }
-        for contender, seconds in times.items()
-    ]
+    calls = {"kda": bench.prepare(p, Source(device))}
+    time = medians(calls, repeats, seconds=seconds, synchronize=synchronizer(device))["kda"]
+    found = {"operator": name, "problem": asdict(p), "ms": time * 1e3, "tokens_per_s": p.B * p.T / time}
+    return found | {"rate": bench.work(p) / time * 1e-9, "unit": bench.unit}
+
+
+def _cells(r: dict[str, Any], limits: dict[str, float]) -> list[str]:
+    p = Problem(**r["problem"])
+    rate = [f"{r['rate']:.3g} {r['unit']}", f"{r['rate'] / limits[r['unit']]:.0%}"]
+    return [r["operator"], f"{p.sizes}, {p.dtype}", readable(r["ms"]), f"{r['tokens_per_s']:.3g}", *rate]
+
+
+def readable(ms: float) -> str:
+    return f"{ms * 1e3:.3g} us" if ms < 1 else f"{ms:.3g} ms" if ms < 1e3 else f"{ms / 1e3:.3g} s"
+
+
+def synchronizer(device: str) -> Call:
+    return torch.cuda.synchronize if device == "cuda" else lambda: None
+
+
+def medians(
+    calls: Mapping[str, Call],
+    repeats: int,
+    *,
+    seconds: float = math.inf,
+    synchronize: Call = lambda: None,
+    tick: Call = lambda: None,
+) -> dict[str, float]:
+    """Seconds of each call. The calls take turns, so that a slow moment of the machine affects all of them. Calls
+    shorter than 5 ms are timed in batches; one that took ``seconds`` altogether stops after three turns. ``tick`` is
+    called after every turn of every call."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    batch = dict.fromkeys(calls, 1)
+
+    def once(name: str) -> float:
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(batch[name]):
+            calls[name]()
+        synchronize()
+        return (time.perf_counter() - start) / batch[name]
+
+    for name in calls:
+        once(name)  # warms up
+        batch[name] = max(1, math.ceil(5e-3 / max(once(name), 1e-7)))
+    for _ in range(repeats):
+        for name, spent in times.items():
+            if len(spent) < 3 or sum(spent) * batch[name] < seconds:
+                spent.append(once(name))
+            tick()
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def thread_count() -> int:
+    """The number of threads that OpenMP uses unless told otherwise."""
+    words = os.environ.get("OMP_NUM_THREADS", "").split(",")
+    return int(words[0]) if words[0].strip().isdecimal() else len(os.sched_getaffinity(0))
+
+
+def ceilings(device: str = "cpu") -> dict[str, float]:
+    """The rates that other software reaches here: GFLOP/s of a large float32 matrix product (bfloat16 on a GPU), and
+    GB/s, read and write together, of negating in place a buffer much larger than the caches."""
+    return {"GFLOP/s": max(map(_best, _products(device))), "GB/s": _best(_stream(device))}
+
+
+class _Work(NamedTuple):
+    amount: float
+    call: Call
+    synchronize: Call = lambda: None
+
+
+def _best(work: _Work, seconds: float = 0.7) -> float:
+    """Giga-units per second of the best of many short runs: a ceiling is what the machine does when undisturbed."""
+    shortest, end = math.inf, time.perf_counter() + seconds
+    work.call()
+    while time.perf_counter() < end or shortest == math.inf:
+        work.synchronize()
+        start = time.perf_counter()
+        work.call()
+        work.synchronize()
+        shortest = min(shortest, time.perf_counter() - start)
+    return work.amount / shortest * 1e-9
+
+
+def _products(device: str) -> list[_Work]:
+    """NumPy's and torch's libraries differ in how well they know a processor: the better one counts."""
+    n = 8192 if device == "cuda" else 1024
+    works = []
+    if device == "cpu":
+        x = np.ones((n, n), np.float32)
+        out = np.empty_like(x)
+        works.append(_Work(2 * n**3, lambda: np.matmul(x, x, out=out)))
+    if torch is not None:
+        if device == "cpu":
+            torch.set_num_threads(thread_count())
+        y = torch.ones(n, n, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        z = torch.empty_like(y)
+        works.append(_Work(2 * n**3, lambda: torch.mm(y, y, out=z), synchronizer(device)))
+    return works
+
+
+def _stream(device: str) -> _Work:
+    """On the CPU, NumPy in Python threads: its loops release the interpreter lock, and use one thread each."""
+    size = 1 << 27  # floats: 512 MiB
+    if device == "cuda":
+        return _Work(8 * size, torch.ones(size, dtype=torch.float32, device=device).neg_, torch.cuda.synchronize)
+    parts, pool = np.array_split(np.ones(size, np.float32), thread_count()), ThreadPoolExecutor(thread_count())
+    return _Work(8 * size, lambda: list(pool.map(lambda part: np.negative(part, out=part), parts)))
