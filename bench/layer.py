@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import kda
-from bench import measure, prefill
+from bench import cases, measure
+from bench.cases import named
 from bench.measure import Call
-from bench.peers.layer import PEERS, Calls, Inputs, calls_of
+from bench.peers import layer as layer_peers
+from bench.peers.layer import Calls, Inputs, calls_of
+from bench.subject import Cell, Rates, Row, Run, Subject, number, over_peers, ratios, who
 from bench.tuning import compiled_at_once
 from kda.call.arrays import torch
 from kda.cli.problems import BYTES, Problem, combinations
@@ -36,7 +38,7 @@ Contender = tuple[str, "str | None", Callable[["Case", Mapping[str, Any], Inputs
 
 
 @dataclass(frozen=True)
-class Case(prefill.Case):
+class Case(cases.Case):
     what: str = "prefill"  # or "decode", "training"
 
     @property
@@ -54,14 +56,7 @@ class Case(prefill.Case):
         return f"{self.what} {self.sizes}"
 
 
-class Rates(NamedTuple):
-    """What the device reaches elsewhere, in the same run."""
-
-    product: float  # GFLOP/s of a large bfloat16 matrix product
-    bandwidth: float  # GB/s of y = 2 x
-
-
-def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
+def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = False) -> list[Case]:
     """The cases listed above, with the given sizes in every combination; of those, only the ones with these names,
     such as decodeB8 or prefill*. Decode has one token whatever is given, the others more than one."""
     found: list[Case] = []
@@ -69,7 +64,7 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
         values = {name: [value] for name, value in usual.items()} | given | {n: [v] for n, v in FIXED.items()}
         values["T"] = [1] if what == "decode" else [T for T in values["T"] if T > 1]
         found += [Case(p, p.gate, what) for p in combinations(DEFAULT, values)]
-    return prefill.named([*dict.fromkeys(found)], names)
+    return named([*dict.fromkeys(found)], names)
 
 
 def products(p: Problem) -> list[tuple[int, int]]:
@@ -184,54 +179,32 @@ def _parts(layer: Any, x: Any) -> dict[str, Call]:
     return dict(zip(PARTS, calls, strict=True))
 
 
-def rows(cases: Sequence[Case], rates: Rates, notes: list[str], **how: Any) -> list[dict[str, Any]]:
-    """All rows of :func:`measured`."""
-    return list(chain.from_iterable(measured(cases, rates, notes, **how)))
-
-
-def measured(
-    cases: Sequence[Case],
-    rates: Rates,
-    notes: list[str],
-    *,
-    impl: str | None = None,
-    repeats: int = 7,
-    few: bool = False,
-    started: Callable[[Case], object] = lambda case: None,
-) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of one case after the other: kda (with ``impl``, if the caller has forced it), then the peers.
-    The reason for a missing row goes to ``notes``; ``started`` is called before each case. With ``few``, peers are not
-    trained, because FLA's kernels tune themselves for minutes."""
+def measured(cases: Sequence[Case], run: Run) -> Iterator[list[Row]]:
+    """The rows of one case after the other: kda, then the peers. With ``few``, peers are not trained, because FLA's
+    kernels tune themselves for minutes."""
     for case in cases:
-        started(case)
-        weights, found, first = new_weights(case.problem), list[dict[str, Any]](), None
-        contenders: list[Contender] = [("kda", impl, prepare_kda)]
-        if not (few and case.what == "training"):
-            contenders += [(peer.name, peer.kernels(), peer.prepare) for peer in PEERS]
+        run.started(case)
+        weights, found, first = new_weights(case.problem), list[Row](), None
+        contenders: list[Contender] = [("kda", run.impl, prepare_kda)]
+        if not (run.few and case.what == "training"):
+            contenders += [(peer.name, peer.kernels(), peer.prepare) for peer in layer_peers.PEERS]
         else:
-            measure.note_once(notes, "no rows of peers in training: FLA's kernels would tune themselves for minutes")
+            measure.note_once(
+                run.notes, "no rows of peers in training: FLA's kernels would tune themselves for minutes"
+            )
         for name, kernels, prepare in contenders:
-            row: dict[str, Any] = {"what": case.what, "case": case.sizes, "contender": name}
+            row: Row = {"what": case.what, "case": case.sizes, "contender": name}
             row |= {"implementation": kernels, "problem": asdict(case.problem)}
-            try:
-                o, found_here = _measure(case, partial(prepare, case, weights), label(row), first, notes, repeats)
-            except Exception as error:  # a peer is absent, does not have the case or fails
-                reason = measure.reason(error, f"{case.name}: ")
-                measure.note_once(notes, f"no row of {label(row)}: {reason}")
-                continue
-            first = o if name == "kda" else first
-            floor = floor_ms(case, rates)
-            found.append(row | found_here | {"floor_ms": floor, "share_of_floor": floor / found_here["ms"]})
-        yield _compared(found)
+            with run.noting(who(row), f"{case.name}: "):
+                o, found_here = _measure(case, partial(prepare, case, weights), who(row), first, run)
+                first = o if name == "kda" else first
+                floor = floor_ms(case, run.rates)
+                found.append(row | found_here | {"floor_ms": floor, "share_of_floor": floor / found_here["ms"]})
+        yield over_peers(found, PEERS)
 
 
 def _measure(
-    case: Case,
-    prepare: Callable[[Inputs], Calls],
-    name: str,
-    expected: Any,
-    notes: list[str],
-    repeats: int,
+    case: Case, prepare: Callable[[Inputs], Calls], name: str, expected: Any, run: Run
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the outputs of the first call, and what was measured."""
     layers = [prepare(Inputs(case, DEVICE, seed)) for seed in range(LAYERS if case.what == "decode" else 1)]
@@ -239,7 +212,7 @@ def _measure(
         with compiled_at_once():
             outputs = [calls.whole()[0].detach() for calls in layers]  # compiles and tunes
         row: dict[str, Any] = {"difference": None if expected is None else _difference(outputs[0], expected)}
-        return outputs[0], row | _times(case, layers, name, notes, repeats)
+        return outputs[0], row | _times(case, layers, name, run)
 
 
 def _difference(o: Any, expected: Any) -> float:
@@ -249,10 +222,10 @@ def _difference(o: Any, expected: Any) -> float:
     return difference
 
 
-def _times(case: Case, layers: Sequence[Calls], name: str, notes: list[str], repeats: int) -> dict[str, Any]:
+def _times(case: Case, layers: Sequence[Calls], name: str, run: Run) -> dict[str, Any]:
     """Times of one layer. Several take turns; one alone finds nothing in the L2 cache."""
     count = len(layers)
-    how: dict[str, Any] = {"repeats": repeats, "flush": count == 1}
+    how: dict[str, Any] = {"repeats": run.repeats, "flush": count == 1}
     whole = measure.in_turn([calls.whole for calls in layers])
     row: dict[str, Any] = {"eager_ms": measure.stream_milliseconds(whole, **how) / count}
     row["host_us"] = measure.host_microseconds(whole) / count if case.what == "decode" else None
@@ -262,55 +235,36 @@ def _times(case: Case, layers: Sequence[Calls], name: str, notes: list[str], rep
     try:
         row |= {"timed": "graph", "ms": measure.graph_milliseconds(whole, **how) / count}
     except RuntimeError as error:
-        notes.append(f"{case.name}: the time of {name} is that of eager calls, not of a graph: {error}")
+        run.notes.append(f"{case.name}: the time of {name} is that of eager calls, not of a graph: {error}")
         row |= {"timed": "eager", "ms": row["eager_ms"]}
     parts = {part: measure.in_turn([calls.parts[part] for calls in layers]) for part in layers[0].parts}
     row["parts_ms"] = {part: measure.graph_milliseconds(call, **how) / count for part, call in parts.items()}
     return row
 
 
-def _compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds to the rows of a case how many times as fast as each peer they are."""
-    ms = {row["contender"]: row["ms"] for row in found}
-    for row in found:
-        for peer in PEERS:
-            known = peer.name in ms and row["contender"] != peer.name
-            row[prefill.over(peer.name)] = ms[peer.name] / row["ms"] if known else None
-    return found
+def _part(name: str) -> Cell:
+    return lambda row: f"{row['parts_ms'][name]:.4f}" if row["parts_ms"] else ""
 
 
-def label(row: dict[str, Any]) -> str:
-    return f"{row['contender']} ({row['implementation']})" if row["implementation"] else str(row["contender"])
-
-
-def table(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells of what was measured. A column that no row has is left out."""
-    columns: dict[str, Callable[[dict[str, Any]], str]] = {
-        "ms": lambda r: f"{r['ms']:.4f}",
-        "eager ms": lambda r: f"{r['eager_ms']:.4f}",
-        "host us": lambda r: f"{r['host_us']:.0f}" if r["host_us"] else "",
-        "of the floor": lambda r: f"{r['share_of_floor']:.0%}",
-        "peak GiB": lambda r: f"{r['peak_gib']:.3f}" if "peak_gib" in r else "",
-        "kept GiB": lambda r: f"{r['kept_gib']:.3f}" if "kept_gib" in r else "",
-        **{f"over {peer.name}": partial(_ratio, prefill.over(peer.name)) for peer in PEERS},
-        "difference": lambda r: f"{r['difference']:.1e}" if r["difference"] is not None else "",
-    }
-    columns = {name: cell for name, cell in columns.items() if any(map(cell, found))}
-    cells, last = [], None
-    for r in found:
-        case = f"{r['what']} {r['case']}"
-        cells.append(["" if case == last else case, label(r), *(cell(r) for cell in columns.values())])
-        last = case
-    return ["case", "what", *columns], cells
-
-
-def _ratio(key: str, row: dict[str, Any]) -> str:
-    return f"{row[key]:.2f}" if row[key] else ""
-
-
-def table_of_parts(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Milliseconds of each part, for rows that have parts."""
-    cells = [
-        [f"{r['what']} {r['case']}", *(f"{r['parts_ms'][part]:.4f}" for part in PARTS)] for r in found if r["parts_ms"]
-    ]
-    return ["ms of the parts of kda", *PARTS], cells
+PEERS = [peer.name for peer in layer_peers.PEERS]
+SUBJECT = Subject(
+    sweep=sweep,
+    measured=measured,
+    name_of=lambda case: case.name,
+    case_of=lambda row: f"{row['what']} {row['case']}",
+    who=who,
+    columns={
+        "ms": number("ms", ".4f"),
+        "eager ms": number("eager_ms", ".4f"),
+        "host us": number("host_us", ".0f"),
+        "of the floor": number("share_of_floor", ".0%"),
+        "peak GiB": number("peak_gib", ".3f"),
+        "kept GiB": number("kept_gib", ".3f"),
+        **ratios(PEERS),
+        "difference": number("difference", ".1e"),
+    },
+    second={f"ms of {part}": _part(part) for part in PARTS},
+    what=lambda row: f"layer, {row['what']}",
+    sizes=("B", "T", "H", "HV", "K", "V", "hidden"),
+    needs_product=True,
+)

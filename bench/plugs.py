@@ -18,8 +18,10 @@ from typing import Any, NamedTuple
 from bench import measure
 from bench import plugs_serving as serving
 from bench.measure import Call
+from bench.run import check_file
 from bench.tuning import compiled_at_once
 from kda.cli import show
+from kda.cli.arrays import cuda_device
 from kda.cli.plugs import try_out
 from kda.cli.problems import natural
 from kda.plugs.engines import installed
@@ -46,8 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from kda.cli.arrays import cuda_device
-
+    check_file(options.json)
     device = options.device or ("cuda" if cuda_device() else "cpu")
     notes: list[str] = []
     found = []

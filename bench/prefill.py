@@ -2,56 +2,29 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
-from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import kda
 from bench import measure
+from bench.cases import Case, given_cases, named
 from bench.measure import Call
 from bench.peers import prefill as prefill_peers
+from bench.subject import SHARE, Row, Run, Subject, number, over_peers, ratios, who
 from bench.tuning import compiled_at_once
 from kda.call.arrays import torch
 from kda.cli import problems
 from kda.cli.arrays import DeviceSource, copy, widen
 from kda.cli.operators import implementations_on
-from kda.cli.problems import BYTES, Problem, combinations
+from kda.cli.problems import BYTES, Problem
 
 DEVICE = "cuda"
 SLOW_CHANNEL, SLOW_DECAY = 5, -0.001  # in every head, in nats a token, as trained models have
 CHECKED_HEADS = 4  # heads are independent: the error of the first ones represents all
-
-
-@dataclass(frozen=True)
-class Case:
-    problem: Problem
-    gate: str  # "strong": every channel decays by about 2.5 nats a token; "slow": all but one channel a head do;
-    # "softplus": without a lower bound; "log": steps as a stage takes them
-
-    @property
-    def name(self) -> str:
-        p = self.problem
-        heads = f"H{p.H}" if p.HV == p.H else f"H{p.H} HV{p.HV}"
-        if p.lengths:
-            same = len(set(p.lengths)) == 1
-            return f"{heads} {p.N} x {p.lengths[0]}" if same else f"{heads} {p.N} lengths, {p.T}"
-        return f"{heads} {f'B{p.B} ' if p.B > 1 else ''}T{p.T}"
-
-    @property
-    def checked(self) -> bool:
-        """Small enough for the oracle."""
-        p = self.problem
-        return p.B * p.T <= 2048 and p.H <= 12
-
-    @property
-    def tuning(self) -> tuple[Any, ...]:
-        """FLA tunes itself on its first call, which takes a minute. Cases with the same key share the result."""
-        return self.problem.H, self.problem.HV, bool(self.problem.lengths), self.problem.gate
 
 
 PACKED = (1300, 547, 2048, 963, 271, 3063)
@@ -95,7 +68,7 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = 
     H64T8192, H12* or H96*slow."""
     found: list[Case] = []
     if given:
-        found = cases_given(Problem(H=64, T=8192), given, "prefill")
+        found = given_cases(Problem(H=64, T=8192), given, "prefill")
     else:
         for sizes in SHAPES:
             p = Problem(**sizes, gate="lower_bound")
@@ -105,37 +78,6 @@ def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = 
         if quick:
             found = [case for case in found if case.name in QUICK]
     return named(found, names)
-
-
-def cases_given(p: Problem, given: dict[str, list[Any]], operator: str) -> list[Case]:
-    """All combinations of the sizes, with strong and slow gates."""
-    gates = given.get("gate", ["lower_bound"])
-    if "log" in gates:
-        raise ValueError(f"--gate: expected lower_bound or softplus for {operator} on cuda, got log")
-    return [
-        Case(p, gate)
-        for p in combinations(p, given | {"gate": gates})
-        for gate in (["softplus"] if p.gate == "softplus" else ["strong", "slow"])
-    ]
-
-
-SomeCase = TypeVar("SomeCase", bound=Case)
-
-
-def named(
-    cases: Sequence[SomeCase], names: Sequence[str], name_of: Callable[[SomeCase], str] = lambda case: case.name
-) -> list[SomeCase]:
-    """The cases that one of ``names`` matches, or all if there are none."""
-
-    def called(case: SomeCase, name: str) -> bool:
-        words = [x.replace(" ", "").lower() for x in (name, name_of(case), name_of(case) + case.gate)]
-        return any(fnmatch.fnmatchcase(word, words[0]) for word in words[1:])
-
-    for name in names:
-        if not any(called(case, name) for case in cases):
-            known = ", ".join(dict.fromkeys(name_of(case).replace(" ", "") for case in cases))
-            raise ValueError(f"--rows: expected some of {known}, or patterns of them, got {name}")
-    return [case for case in cases if not names or any(called(case, name) for name in names)]
 
 
 class Inputs:
@@ -160,6 +102,12 @@ def least_bytes(p: Problem) -> float:
     """Bytes if inputs are read once, outputs written once, and states read and written."""
     tokens = p.B * p.T * (2 * p.H * p.K + p.HV * (p.K + 2 * p.V + 1)) * BYTES[p.dtype]
     return tokens + 2 * p.N * p.HV * p.K * p.V * BYTES[p.state_dtype]
+
+
+def small(case: Case) -> bool:
+    """Enough for the oracle."""
+    p = case.problem
+    return p.B * p.T <= 2048 and p.H <= 12
 
 
 # Contender, implementation, and a function that turns the inputs into a call that returns the outputs and the states.
@@ -199,64 +147,46 @@ def _error(x: Any, expected: Any, axis: int) -> float:
     return float((x - expected).norm() / expected.norm())
 
 
-def _rows(
-    case: Case, contenders: Sequence[Contender], bandwidth: float, notes: list[str], repeats: int
-) -> list[dict[str, Any]]:
-    inputs, least, found = Inputs(case), least_bytes(case.problem), list[dict[str, Any]]()
+def _rows(case: Case, contenders: Sequence[Contender], run: Run) -> list[Row]:
+    inputs, least, found = Inputs(case), least_bytes(case.problem), list[Row]()
     for contender, name, prepare in contenders:
-        row: dict[str, Any] = {"case": case.name, "gate": case.gate, "contender": contender, "implementation": name}
-        try:
+        row: Row = {"case": case.name, "gate": case.gate, "contender": contender, "implementation": name}
+        with run.noting(who(row), f"{case.name}, {case.gate}: "):
             call = prepare(inputs)
             with compiled_at_once():
                 out, state = call()  # compiles and tunes
-            if case.checked:
+            if small(case):
                 expected = _oracle(case)
                 row |= {"error_o": _error(out, expected[0], 2), "error_state": _error(state, expected[1], 1)}
-            ms = measure.graph_milliseconds(call, repeats=repeats, flush=True)
-        except Exception as error:  # an implementation declines the case, a peer is absent or fails
-            reason = measure.reason(error, f"{case.name}, {case.gate}: ")
-            measure.note_once(notes, f"no row of {contender}{f' ({name})' if name else ''}: {reason}")
-            continue
-        row |= {"problem": asdict(case.problem), "ms": ms, "least_bytes": least}
-        found.append(row | {"share_of_stream_bandwidth": least / ms * 1e-6 / bandwidth})
+            ms = measure.graph_milliseconds(call, repeats=run.repeats, flush=True)
+            row |= {"problem": asdict(case.problem), "ms": ms, "least_bytes": least}
+            found.append(row | {"share_of_stream_bandwidth": least / ms * 1e-6 / run.rates.bandwidth})
     return found
 
 
-def rows(cases: Sequence[Case], bandwidth: float, notes: list[str], **how: Any) -> list[dict[str, Any]]:
-    """All rows of :func:`measured`, with the comparisons of :func:`compared`."""
-    return compared(cases, chain.from_iterable(measured(cases, bandwidth, notes, **how)))
-
-
-def measured(
-    cases: Sequence[Case],
-    bandwidth: float,
-    notes: list[str],
-    *,
-    impl: str | None = None,
-    repeats: int = 7,
-    few: bool = False,
-    seconds: float = math.inf,
-    started: Callable[[Case], object] = lambda case: None,
-) -> Iterator[list[dict[str, Any]]]:
-    """Yields rows as they are measured. For each case: kda with every implementation that takes it (or with
-    ``impl``), then the peers. The reason for a missing row goes to ``notes``. With ``few``, FLA, which tunes itself,
-    is measured only for QUICK and the cases that share its tuning, and for no case that begins later than
-    ``seconds``. ``bandwidth`` is that of :func:`bench.measure.stream_bandwidth`; ``started`` is called before each
-    case."""
+def measured(cases: Sequence[Case], run: Run) -> Iterator[list[Row]]:
+    """For each case: kda with every implementation that takes it, then the peers. With ``few``, FLA, which tunes
+    itself, is measured only for QUICK and the cases that share its tuning, and for no case that begins too late."""
     begin = time.monotonic()
     peers: list[Contender] = [(peer.name, None, peer.prepare) for peer in prefill_peers.PEERS]
     tuned = [peer for peer in peers if peer[0] == prefill_peers.TUNED]
-    others = [*_ours(impl), *(peer for peer in peers if peer not in tuned)]
+    others = [*_ours(run.impl), *(peer for peer in peers if peer not in tuned)]
     with torch.inference_mode():
         for case in cases:
-            started(case)
-            yield _rows(case, others, bandwidth, notes, repeats)
-        for case in _tuned_first(cases, few):
-            if time.monotonic() - begin > seconds:
-                notes.append(f"no row of {prefill_peers.TUNED} from {case.name}, {case.gate} on: no time left")
+            run.started(case)
+            yield _rows(case, others, run)
+        for case in _tuned_first(cases, run.few):
+            if time.monotonic() - begin > run.seconds:
+                run.notes.append(f"no row of {prefill_peers.TUNED} from {case.name}, {case.gate} on: no time left")
                 break
-            started(case)
-            yield _rows(case, tuned, bandwidth, notes, repeats)
+            run.started(case)
+            yield _rows(case, tuned, run)
+
+
+def _tuning(case: Case) -> tuple[Any, ...]:
+    """FLA tunes itself on its first call, which takes a minute. Cases with the same key share the result."""
+    p = case.problem
+    return p.H, p.HV, bool(p.lengths), p.gate
 
 
 def _tuned_first(cases: Sequence[Case], few: bool) -> list[Case]:
@@ -264,28 +194,31 @@ def _tuned_first(cases: Sequence[Case], few: bool) -> list[Case]:
     if not few:
         return list(cases)
     quick = [c for called in QUICK.items() for c in cases if (c.name, c.gate) == called]
-    return list(dict.fromkeys(c for q in quick for c in (q, *(other for other in cases if other.tuning == q.tuning))))
+    return list(dict.fromkeys(c for q in quick for c in (q, *(x for x in cases if _tuning(x) == _tuning(q)))))
 
 
-def compared(cases: Sequence[Case], found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def compared(cases: Sequence[Case], found: list[Row]) -> list[Row]:
     """Rows in the order of the cases, each with how many times as fast as the peers it is, and how many times as slow
     as with strong gates."""
     order = {(case.name, case.gate): n for n, case in enumerate(cases)}
-    found = sorted(found, key=lambda row: order[row["case"], row["gate"]])
-    times = {(r["case"], r["gate"], r["contender"], r["implementation"]): r["ms"] for r in found}
+    found = over_peers(sorted(found, key=lambda row: order[row["case"], row["gate"]]), PEERS)
+    times = {(r["case"], r["gate"], who(r)): r["ms"] for r in found}
     for r in found:
-        for peer in prefill_peers.PEERS:
-            ms = times.get((r["case"], r["gate"], peer.name, None))
-            r[over(peer.name)] = ms / r["ms"] if ms and r["contender"] != peer.name else None
-        strong = times.get((r["case"], "strong", r["contender"], r["implementation"]))
+        strong = times.get((r["case"], "strong", who(r)))
         r["times_strong"] = r["ms"] / strong if strong and r["gate"] != "strong" else None
     return found
 
 
-def over(peer: str) -> str:
-    """The key in a row."""
-    return f"over_{peer.lower()}"
-
-
-def label(row: dict[str, Any]) -> str:
-    return f"kda ({row['implementation']})" if row["contender"] == "kda" else str(row["contender"])
+PEERS = [peer.name for peer in prefill_peers.PEERS]
+SUBJECT = Subject(
+    sweep=sweep,
+    measured=measured,
+    compared=compared,
+    name_of=lambda case: f"{case.name}, {case.gate}",
+    case_of=lambda row: f"{row['case']}, {row['gate']}",
+    who=who,
+    columns={"ms": number("ms", ".3f"), **SHARE, **ratios(PEERS), "times strong": number("times_strong", ".2f")},
+    second={"error of o": number("error_o", ".1e"), "of the state": number("error_state", ".1e")},
+    what=lambda row: "prefill",
+    sizes=("B", "T", "HV", "K", "lengths"),
+)

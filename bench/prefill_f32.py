@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import kda
-from bench import measure, prefill
+from bench import measure
 from bench.measure import Call
+from bench.subject import Row, Run, Subject, number, who
 from kda.call.arrays import torch
 from kda.cli import problems
 from kda.cli.arrays import DeviceSource
@@ -32,7 +32,7 @@ SHAPES: tuple[dict[str, Any], ...] = (  # unless sizes are given
 )
 
 
-def sweep(given: dict[str, list[Any]]) -> list[Problem]:
+def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = False) -> list[Problem]:
     """All combinations of the sizes, or the problems listed above."""
     fixed = {name: [value] for name, value in FIXED.items()}
     if given:
@@ -127,53 +127,50 @@ def _milliseconds(call: Call, notes: list[str], repeats: int) -> dict[str, Any]:
         return {"timed": "stream", "ms": measure.stream_milliseconds(call, repeats=repeats, flush=True)}
 
 
-def _rows(p: Problem, names: Sequence[str], notes: list[str], repeats: int) -> list[dict[str, Any]]:
+def _rows(p: Problem, names: Sequence[str], run: Run) -> list[Row]:
     x = problems.heads_first(p, DeviceSource(DEVICE))
     del x["chunk_size"], x["final_state"]
     contenders = [*((name, chunk_size) for name in names for chunk_size in CHUNKS), (None, TORCH_CHUNK)]
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     for name, chunk_size in contenders:
-        row: dict[str, Any] = {"contender": "kda" if name else "torch", "implementation": name, "chunk": chunk_size}
+        row: Row = {"contender": "kda" if name else "torch", "implementation": name, "chunk": chunk_size}
+        row |= {"problem": asdict(p)}
         theirs = partial(in_torch, **x, chunk_size=chunk_size)
-        try:
+        with run.noting(f"{label(row)} for {p.sizes}"):
             if name:
                 call = _kda(x, chunk_size, name)
                 row["difference"] = _difference(call(), theirs())
-                row |= {"timed": "graph", "ms": measure.graph_milliseconds(call, repeats=repeats, flush=True)}
+                row |= {"timed": "graph", "ms": measure.graph_milliseconds(call, repeats=run.repeats, flush=True)}
             else:
-                row |= {"difference": None} | _milliseconds(theirs, notes, repeats)
-        except Exception as error:  # an implementation declines the problem, or memory runs out
-            notes.append(f"no row of {label(row)} for {p.sizes}: {measure.reason(error)}")
-            continue
-        found.append({"problem": asdict(p), **row})
+                row |= {"difference": None} | _milliseconds(theirs, run.notes, run.repeats)
+            found.append(row)
     ms = {row["contender"]: row["ms"] for row in found}.get("torch")
     for row in found:
         row["ratio"] = ms / row["ms"] if ms and row["contender"] == "kda" else None
     return found
 
 
-def rows(swept: Sequence[Problem], notes: list[str], **how: Any) -> list[dict[str, Any]]:
-    """All rows of :func:`measured`."""
-    return list(chain.from_iterable(measured(swept, notes, **how)))
-
-
-def measured(
-    swept: Sequence[Problem],
-    notes: list[str],
-    *,
-    impl: str | None = None,
-    repeats: int = 7,
-    started: Callable[[Problem], object] = lambda p: None,
-) -> Iterator[list[dict[str, Any]]]:
-    """Yields rows as they are measured. For each problem: kda with every implementation that takes it (or with
-    ``impl``) and every chunk size, if the results agree with torch's, then torch. The reason for a missing row goes
-    to ``notes``; ``started`` is called before each problem."""
-    names = implementations_on(DEVICE, "prefill_f32", impl)
+def measured(swept: Sequence[Problem], run: Run) -> Iterator[list[Row]]:
+    """For each problem: kda with every implementation that takes it and every chunk size, if the results agree with
+    torch's, then torch."""
+    names = implementations_on(DEVICE, "prefill_f32", run.impl)
     with torch.inference_mode(), _no_tf32():
         for p in swept:
-            started(p)
-            yield _rows(p, names, notes, repeats)
+            run.started(p)
+            yield _rows(p, names, run)
 
 
-def label(row: dict[str, Any]) -> str:
-    return f"{prefill.label(row)}, chunks of {row['chunk']}"
+def label(row: Row) -> str:
+    return f"{who(row)}, chunks of {row['chunk']}"
+
+
+SUBJECT = Subject(
+    sweep=sweep,
+    measured=measured,
+    name_of=lambda p: p.sizes,
+    case_of=lambda row: Problem(**row["problem"]).sizes,
+    who=label,
+    columns={"ms": number("ms", ".3f"), "ratio": number("ratio", ".2f"), "difference": number("difference", ".1e")},
+    what=lambda row: "prefill_f32",
+    sizes=("B", "T", "HV", "K", "V"),
+)

@@ -5,18 +5,25 @@ compared. Nothing else should run at the same time."""
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.on_gpu import ON_GPU
+import kda
+from bench import measure, peers
+from bench.on_gpu import ON_GPU, measure_on_gpu
 from bench.operators import BENCHES, Bench
-from bench.printed import print_record
-from kda.cli import INTERRUPTED, show
-from kda.cli.problems import Problem, combinations, given_sizes, natural, size_arguments
+from kda.call.arrays import torch
+from kda.call.library import OPERATORS
+from kda.cli import INTERRUPTED, arrays, show
+from kda.cli.arrays import Source
+from kda.cli.bench import cases_of, readable
+from kda.cli.operators import forced, known
+from kda.cli.problems import Problem, given_sizes, natural, size_arguments
+
+NAMED = {"layer", "prefill", "stages", "training"}  # on a GPU, where --rows chooses
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,100 +39,75 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", default=[], metavar="CASE", help="on cuda, as H64T8192 or H12*")
     parser.add_argument("--quick", action="store_true", help="a few cases of prefill on cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a record")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart: .png, .svg or .pdf; needs matplotlib")
 
 
 def run(options: argparse.Namespace) -> int:
-    for name in options.operators:
-        if name not in BENCHES:
-            raise ValueError(f"operators: expected some of {', '.join(BENCHES)}, got {name}")
-    _check_files(options)
-
-    from bench.measure import machine, stream_bandwidth
-    from bench.peers import add_folder, missing
-    from kda.call.arrays import torch
-    from kda.call.library import OPERATORS
-    from kda.cli.arrays import Source
-    from kda.cli.operators import forced, known
-
-    options.device = options.device or _best_device(options.operators)
+    _check(options)
     names = options.operators or [n for n, b in BENCHES.items() if options.device in b.devices]
-    known(options.impl, OPERATORS)
-    for name in names:
-        if options.device not in BENCHES[name].devices:
-            raise ValueError(
-                f"--device: expected {' or '.join(BENCHES[name].devices)} for {name}, got {options.device}"
-            )
-    notes = []
-    given = given_sizes(options)
+    given, notes = given_sizes(options), list[str]()
     if torch is None:
         given.setdefault("dtype", ["float32"])  # NumPy has no bfloat16
-    special = [name for name in names if options.device == "cuda" and name in ON_GPU]
-    if options.quick and "prefill" not in special:
-        raise ValueError("--quick: expected prefill on cuda with it")
-    if options.rows and not {"layer", "prefill", "stages", "training"} & {*special}:
-        raise ValueError("--rows: expected prefill, stages, layer or training on cuda with it")
-    rows = [(name, p) for name in names if name not in special for p in _problems(BENCHES[name], given)]
-    if torch is None:
         notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
-        rows = [(name, p) for name, p in rows if not BENCHES[name].needs_torch]
-    add_folder(options.peers)
+        names = [n for n in names if not BENCHES[n].needs_torch]
+    special = [name for name in names if options.device == "cuda" and name in ON_GPU]
+    rows = [(name, p) for name in names if name not in special for p in _cases(BENCHES[name], given)]
+    peers.add_folder(options.peers)
     modules = {module for n in names for module, _ in BENCHES[n].peers.values()} if options.device == "cpu" else set()
-    notes += missing(modules)
+    notes += peers.missing(modules)
     absent = {m for m in modules if any(f" {m}:" in note for note in notes)}
 
-    Source(options.device)  # reports a problem with the device before anything is measured
-    record: dict[str, Any] = {"command": " ".join(["python -m bench", *options.words]), **machine(options.device)}
-    record |= {"ceilings": {}, "rows": []}
+    record: dict[str, Any] = {"command": " ".join(["python -m bench", *options.words])}
+    record |= {**measure.machine(options.device), "ceilings": {}, "rows": []}
     status = 0
     try:
         with forced(options.impl):
             if rows:
                 _measure_rows(rows, record, options, absent, notes)
             if special:
-                record["stream_gb_per_s"] = stream_bandwidth()
+                record["stream_gb_per_s"] = measure.stream_bandwidth()
             for name in special:
-                ON_GPU[name](given, record, options, notes)
+                measure_on_gpu(name, given, record, options, notes)
     except KeyboardInterrupt:
         notes.append("interrupted: the rest was not measured")
         record["interrupted"], status = True, INTERRUPTED
     print_record(record, notes)
     if options.json:
         options.json.write_text(json.dumps(record, indent=2) + "\n")
-    if options.plot and any(record.get(part) for part in ("rows", *ON_GPU, "serving")):
-        from bench.plot import draw
-
-        draw(record, options.plot)
     return status
 
 
-def _best_device(operators: list[str]) -> str:
-    import kda
-    from kda.cli.arrays import cuda_device
+def _check(options: argparse.Namespace) -> None:
+    """Reports what is wrong now, not after minutes of measuring, and chooses the device."""
+    for name in options.operators:
+        if name not in BENCHES:
+            raise ValueError(f"operators: expected some of {', '.join(BENCHES)}, got {name}")
+    check_file(options.json)
+    options.device = options.device or _best_device(options.operators)
+    known(options.impl, OPERATORS)
+    for name in options.operators:
+        if options.device not in (devices := BENCHES[name].devices):
+            raise ValueError(f"--device: expected {' or '.join(devices)} for {name}, got {options.device}")
+    on_gpu = {*(options.operators or BENCHES)} if options.device == "cuda" else set()
+    if options.quick and "prefill" not in on_gpu:
+        raise ValueError("--quick: expected prefill on cuda with it")
+    if options.rows and not NAMED & on_gpu:
+        raise ValueError("--rows: expected prefill, stages, layer or training on cuda with it")
+    Source(options.device)
 
+
+def check_file(path: Path | None) -> None:
+    if path and not path.absolute().parent.is_dir():
+        raise ValueError(f"--json: expected a file in a folder that exists, got {path}")
+
+
+def _best_device(operators: list[str]) -> str:
     built = "cuda_gate" in kda.implementations("gate")
     everywhere = operators and all("cuda" in BENCHES[name].devices for name in operators)
-    return "cuda" if built and everywhere and cuda_device() else "cpu"
+    return "cuda" if built and everywhere and arrays.cuda_device() else "cpu"
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    """Reports problems with output files now, not after minutes of measuring."""
-    for name in ("json", "plot"):
-        path = getattr(options, name)
-        if path and not path.absolute().parent.is_dir():
-            raise ValueError(f"--{name}: expected a file in a folder that exists, got {path}")
-    if options.plot:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ImportError("--plot: needs matplotlib, which is not installed; `pip install libkda[cli]` brings it")
-        if options.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise ValueError(f"--plot: expected a file that ends in .png, .svg or .pdf, got {options.plot}")
-
-
-def _problems(bench: Bench, given: dict[str, list[Any]]) -> list[Problem]:
-    """The operator's own problems, in every combination with the given values."""
-    given = {name: [v for v in values if name != "T" or v <= bench.most_tokens] for name, values in given.items()}
-    given = {name: values for name, values in given.items() if values} | {n: [v] for n, v in bench.only.items()}
-    return list(dict.fromkeys(x for p in bench.problems for x in combinations(p, given)))
+def _cases(bench: Bench, given: dict[str, list[Any]]) -> list[Problem]:
+    return cases_of(bench.cases, given | {n: [v] for n, v in bench.only.items()}, bench.most_tokens)
 
 
 def _measure_rows(
@@ -135,13 +117,11 @@ def _measure_rows(
     absent: set[str],
     notes: list[str],
 ) -> None:
-    from bench.measure import ceilings
-
     with show.Progress(2 + len(rows) * options.repeats, lines=True) as progress:
 
         def measure_ceilings() -> None:
             progress.label("ceilings")
-            for unit, rate in ceilings(options.device).items():
+            for unit, rate in measure.ceilings(options.device).items():
                 record["ceilings"][unit] = max(rate, record["ceilings"].get(unit, 0.0))
             progress.step()
 
@@ -156,12 +136,8 @@ def _measure(
     name: str, p: Problem, options: argparse.Namespace, absent: set[str], notes: list[str], progress: show.Progress
 ) -> list[dict[str, Any]]:
     """Returns a row for kda, then one for each peer."""
-    from bench import peers
-    from bench.measure import medians, synchronizer
-    from kda.cli.arrays import Source
-
-    bench = BENCHES[name]
-    calls = {"kda": bench.prepare(p, Source(options.device))}
+    bench, new = BENCHES[name], Source(options.device)
+    calls = {"kda": bench.prepare(p, new)}
     for peer, (module, function) in bench.peers.items():
         if module in absent or options.device != "cpu":
             continue
@@ -173,11 +149,11 @@ def _measure(
         else:
             calls[peer] = call
     done = itertools.count(1)
-    times = medians(
+    times = measure.medians(
         calls,
         options.repeats,
         seconds=options.seconds,
-        synchronize=synchronizer(options.device),
+        synchronize=measure.synchronizer(options.device),
         tick=lambda: progress.step() if next(done) % len(calls) == 0 else None,
     )
     return [
@@ -193,3 +169,35 @@ def _measure(
         }
         for contender, seconds in times.items()
     ]
+
+
+def print_record(record: dict[str, Any], notes: list[str]) -> None:
+    print(f"{record['cpu']}, {record['threads']} threads, {record['library']['cpu']}")
+    if record["device"] != "cpu":
+        print(record["device"])
+    if record["rows"]:
+        _print_rows(record)
+    if "stream_gb_per_s" in record:
+        print(f"y = 2 x: {record['stream_gb_per_s']:.0f} GB/s")
+    if "product_gflop_per_s" in record:
+        print(f"a large bfloat16 matrix product: {record['product_gflop_per_s'] / 1e3:.0f} TFLOP/s")
+    for part, subject in ON_GPU.values():
+        if part in record:
+            subject.print(record[part])
+    for note in notes:
+        print(f"\n{note}")
+
+
+def _print_rows(record: dict[str, Any]) -> None:
+    limits = record["ceilings"]
+    print(f"ceilings: {limits['GFLOP/s']:.0f} GFLOP/s matrix product, {limits['GB/s']:.1f} GB/s read + write\n")
+    rows = []
+    for r in record["rows"]:
+        p = Problem(**r["problem"])
+        what = [r["operator"], f"{p.sizes}, {p.dtype}", readable(r["ms"]), f"{r['tokens_per_s']:.3g}"]
+        rate = [f"{r['rate']:.3g} {r['unit']}", f"{r['rate'] / limits[r['unit']]:.0%}", ""]
+        mine = r["contender"] == "kda"
+        rows.append([*what, *rate] if mine else ["", r["contender"], *what[2:], "", "", f"{r['times_kda']:.3g}"])
+    show.table(["operator", "case", "time", "tokens/s", "rate", "of ceiling", "time / kda's"], rows)
+    if any(r["unit"] == "GB/s" and r["rate"] > limits["GB/s"] for r in record["rows"] if r["contender"] == "kda"):
+        print("\nMore GB/s than the memory gives: what these calls touch stays in the caches.")

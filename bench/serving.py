@@ -4,7 +4,7 @@ and how they compare."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from bench import measure, serving_calls
 from bench.measure import Call
 from bench.peers import serving as serving_peers
 from bench.serving_calls import OPERATORS, Layers, least_bytes
+from bench.subject import SHARE, Row, Run, Subject, number
 from kda.cli.operators import implementations_on
 from kda.cli.problems import Problem, combinations
 
@@ -29,7 +30,7 @@ EVERYTHING: tuple[dict[str, list[Any]], ...] = (  # unless sizes are given; one 
 )
 
 
-def sweep(given: dict[str, list[Any]]) -> list[Problem]:
+def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = False) -> list[Problem]:
     """One token, and the given numbers of tokens, in every combination with the other sizes."""
     found: list[Problem] = []
     for sizes in (given,) if given else EVERYTHING:
@@ -38,29 +39,24 @@ def sweep(given: dict[str, list[Any]]) -> list[Problem]:
     return sorted(dict.fromkeys(found), key=lambda p: (p.HV, p.B, p.T))
 
 
-def rows(
-    p: Problem, bandwidth: float, notes: list[str], *, impl: str | None = None, repeats: int = 7
-) -> list[dict[str, Any]]:
-    """Rows of kda with every implementation that takes the problem (or with ``impl``), then those of the peers. The
-    reason for a missing row goes to ``notes``. ``bandwidth`` is that of :func:`bench.measure.stream_bandwidth`."""
-    layers = Layers(p)
-    found: list[dict[str, Any]] = []
-    for operator, contender, name, prepare in _contenders(p, impl):
-        try:
-            ms = measure.graph_milliseconds(prepare(layers), repeats=repeats)
-        except Exception as error:  # an implementation declines the problem, a peer is absent or fails
-            what = f" {operator}{f' ({name})' if name else ''}" if contender == "kda" else ""
-            measure.note_once(notes, f"no row of {contender}{what}: {measure.reason(error)}")
-            continue
-        us = ms / layers.count / OPERATORS[operator].rounds(p) * 1e3
-        least = least_bytes(operator, p)
-        row: dict[str, Any] = {"operator": operator, "contender": contender, "implementation": name}
-        row |= {"problem": asdict(p), "layers": layers.count, "us": us, "least_bytes": least}
-        found.append(row | {"share_of_stream_bandwidth": least / us * 1e-3 / bandwidth})
-    return found
+def measured(swept: Sequence[Problem], run: Run) -> Iterator[list[Row]]:
+    """For each problem: kda with every implementation that takes it, then the peers."""
+    for p in swept:
+        run.started(p)
+        layers, found = Layers(p), list[Row]()
+        for operator, contender, name, prepare in _contenders(p, run.impl):
+            row: Row = {"operator": operator, "contender": contender, "implementation": name}
+            row |= {"problem": asdict(p), "layers": layers.count}
+            with run.noting(label(row) if contender == "kda" else contender):
+                ms = measure.graph_milliseconds(prepare(layers), repeats=run.repeats)
+                us = ms / layers.count / OPERATORS[operator].rounds(p) * 1e3
+                least = least_bytes(operator, p)
+                share = least / us * 1e-3 / run.rates.bandwidth
+                found.append(row | {"us": us, "least_bytes": least, "share_of_stream_bandwidth": share})
+        yield found
 
 
-def compare(found: list[dict[str, Any]]) -> None:
+def compared(found: list[Row]) -> list[Row]:
     """Adds to each row how many times faster it is than the baseline, and than our plain form of it."""
     times: dict[tuple[Problem, str], float] = {}  # of the fastest implementation
     for r in found:
@@ -74,6 +70,7 @@ def compare(found: list[dict[str, Any]]) -> None:
         plain = (p, operator.plain) if operator.plain else (_plain(p), r["operator"])
         if r["contender"] == "kda" and plain in times and plain != (p, r["operator"]):
             r["over_plain"] = times[plain] / r["us"]
+    return found
 
 
 def _plain(p: Problem) -> Problem:
@@ -98,7 +95,7 @@ def _contenders(p: Problem, impl: str | None) -> Iterator[_Contender]:
             yield "decode" if p.T == 1 else "verify + flush", peer.name, None, peer.prepare
 
 
-def label(row: dict[str, Any]) -> str:
+def label(row: Row) -> str:
     if row["contender"] != "kda":
         return str(row["contender"])
     return f"kda {row['operator']}" + (f" ({row['implementation']})" if row["implementation"] else "")
@@ -108,3 +105,21 @@ def about(p: Problem) -> str:
     """Sizes, and the options that differ from the usual ones."""
     usual = Problem().options.split(", ")
     return ", ".join([p.sizes, *(option for option in p.options.split(", ") if option not in usual)])
+
+
+SUBJECT = Subject(
+    sweep=sweep,
+    measured=measured,
+    compared=lambda swept, found: compared(found),
+    name_of=about,
+    case_of=lambda row: about(Problem(**row["problem"])),
+    who=label,
+    columns={
+        "us a layer": number("us", ".4g"),
+        **SHARE,
+        **{f"over {what}": number(f"over_{what}", ".2f") for what in ("baseline", "plain")},
+    },
+    what=lambda row: "",
+    sizes=("B", "T", "HV", "K", "states"),
+    told=("operator",),
+)

@@ -7,11 +7,11 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
 from typing import Any
 
-from bench import measure, prefill, training
-from bench.prefill import Case
+from bench import measure
+from bench.cases import Case, full_name, named
+from bench.subject import SHARE, Row, Run, Subject, number, over_peers, ratios, who
 from bench.tuning import compiled_at_once
 from kda.call.arrays import torch
 from kda.cli import problems
@@ -39,17 +39,17 @@ Call = Callable[[], Sequence[Any]]
 Contender = tuple[str, "str | None", Callable[[dict[str, Any]], Call]]
 
 
-def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
+def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = False) -> list[Case]:
     """All combinations of the sizes, or the cases listed above; of those, only the ones with these names, such as
     H32T8192 or H32*."""
     fixed = {name: [value] for name, value in FIXED.items()}
     several = [given | fixed] if given else [{name: [value] for name, value in sizes.items()} for sizes in SHAPES]
     found = [Case(p, p.gate) for values in several for p in combinations(DEFAULT, values)]
-    return prefill.named(found, names, name_of)
+    return named(found, names, name_of)
 
 
 def name_of(case: Case) -> str:
-    return training.name_of(case, usual="K-first")
+    return full_name(case, usual="K-first")
 
 
 def prepare_kda(x: dict[str, Any], impl: str | None) -> Call:
@@ -74,56 +74,46 @@ def bytes_of(call: Any, results: Sequence[Any]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 
-def rows(cases: Sequence[Case], bandwidth: float, notes: list[str], **how: Any) -> list[dict[str, Any]]:
-    """All rows of :func:`measured`."""
-    return list(chain.from_iterable(measured(cases, bandwidth, notes, **how)))
-
-
-def measured(
-    cases: Sequence[Case],
-    bandwidth: float,
-    notes: list[str],
-    *,
-    impl: str | None = None,
-    repeats: int = 7,
-    started: Callable[[Case], object] = lambda case: None,
-) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of one case after the other: kda with the first implementation that takes it (or with ``impl``),
-    for some cases with all, then FLA. The reason for a missing row goes to ``notes``. ``bandwidth`` is that of
-    :func:`bench.measure.stream_bandwidth`; ``started`` is called before each case."""
-    names = implementations_on(DEVICE, f"stage_{STAGE}", impl)
+def measured(cases: Sequence[Case], run: Run) -> Iterator[list[Row]]:
+    """The rows of one case after the other: kda with the first implementation that takes it, or for ALL with every
+    one, then FLA."""
+    names = implementations_on(DEVICE, f"stage_{STAGE}", run.impl)
     for case in cases:
-        started(case)
-        found: list[dict[str, Any]] = []
+        run.started(case)
+        found: list[Row] = []
         for name in names:
             if not found or name_of(case) in ALL:
-                found += _row(case, ("kda", name, partial(prepare_kda, impl=name)), bandwidth, notes, repeats)
-        found += _row(case, (FLA, None, prepare_fla), bandwidth, notes, repeats)
-        yield _compared(found)
+                found += _row(case, ("kda", name, partial(prepare_kda, impl=name)), run)
+        found += _row(case, (FLA, None, prepare_fla), run)
+        yield over_peers(found, [FLA])
 
 
-def _row(
-    case: Case, contender: Contender, bandwidth: float, notes: list[str], repeats: int
-) -> Iterator[dict[str, Any]]:
-    who, name, prepare = contender
-    row: dict[str, Any] = {"stage": STAGE, "case": name_of(case), "contender": who, "implementation": name}
-    try:
+def _row(case: Case, contender: Contender, run: Run) -> Iterator[Row]:
+    kind, name, prepare = contender
+    row: Row = {"stage": STAGE, "case": name_of(case), "contender": kind, "implementation": name}
+    with run.noting(who(row), f"{name_of(case)}: "):
         call = prepare(problems.wy_dqkg(case.problem, DeviceSource(DEVICE)))
         with compiled_at_once():
             results = call()  # compiles and tunes
         least = bytes_of(call, results)
-        ms = measure.graph_milliseconds(call, repeats=repeats, flush=True)
-    except Exception as error:  # an implementation declines the case, FLA is absent or fails
-        reason = measure.reason(error, f"{name_of(case)}: ")
-        measure.note_once(notes, f"no row of {prefill.label(row)}: {reason}")
-        return
-    row |= {"problem": asdict(case.problem), "ms": ms, "least_bytes": least}
-    yield row | {"share_of_stream_bandwidth": least / ms * 1e-6 / bandwidth}
+        ms = measure.graph_milliseconds(call, repeats=run.repeats, flush=True)
+        row |= {"problem": asdict(case.problem), "ms": ms, "least_bytes": least}
+        yield row | {"share_of_stream_bandwidth": least / ms * 1e-6 / run.rates.bandwidth}
 
 
-def _compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds to the rows of a case how many times as fast as FLA they are."""
-    ms = {row["contender"]: row["ms"] for row in found}.get(FLA)
-    for row in found:
-        row[prefill.over(FLA)] = ms / row["ms"] if ms and row["contender"] != FLA else None
-    return found
+SUBJECT = Subject(
+    sweep=sweep,
+    measured=measured,
+    name_of=name_of,
+    case_of=lambda row: f"{row['stage']}, {row['case']}",
+    who=who,
+    columns={
+        "ms": number("ms", ".4f"),
+        "MB": lambda row: f"{row['least_bytes'] / 1e6:.1f}",
+        **SHARE,
+        **ratios([FLA]),
+    },
+    what=lambda row: str(row["stage"]),
+    sizes=("B", "T", "H", "HV", "K", "V"),
+    told=("stage",),
+)

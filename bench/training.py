@@ -3,17 +3,19 @@ compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 import kda
-from bench import measure, prefill
+from bench import measure
+from bench.cases import Case, full_name, given_cases, named
 from bench.measure import Call
 from bench.peers import prefill as prefill_peers
 from bench.peers import training as training_peers
-from bench.prefill import Case, Inputs
+from bench.prefill import Inputs
+from bench.subject import Row, Run, Subject, number, over_peers, ratios, who
 from bench.training_steps import Step, by_autograd, with_states
 from bench.tuning import compiled_at_once
 from kda.cli.operators import forced
@@ -39,24 +41,16 @@ PORTABLE = "cuda_prefill_chunk,cuda_backward_chunk"
 Contender = tuple[str, "str | None", "str | None", Callable[[Inputs], Step]]
 
 
-def sweep(given: dict[str, list[Any]], names: Sequence[str] = ()) -> list[Case]:
+def sweep(given: dict[str, list[Any]], names: Sequence[str] = (), quick: bool = False) -> list[Case]:
     """All combinations of the sizes, or the cases listed above; of those, only the ones with these names, such as
     H64T8192, H12* or H32*softplus."""
-    found = prefill.cases_given(Problem(H=32, T=8192), given, "training") if given else []
+    found = given_cases(Problem(H=32, T=8192), given, "training") if given else []
     for sizes in SHAPES if not given else ():
         p = Problem(**sizes, gate="lower_bound")
         found += [Case(p, "strong")]
-        if name_of(found[-1]) in ALL_GATES:
+        if full_name(found[-1]) in ALL_GATES:
             found += [Case(p, "slow"), Case(replace(p, gate="softplus"), "softplus")]
-    return prefill.named(found, names, name_of)
-
-
-def name_of(case: Case, usual: str = "V-first") -> str:
-    """``usual``: the layout that goes without saying."""
-    p = case.problem
-    sizes = f" K{p.K} V{p.V}" if (p.K, p.V) != (128, 128) else ""
-    layout = "" if p.layout == usual else f" {p.layout}"
-    return case.name + sizes + layout + (f" {p.dtype}" if p.dtype != "bfloat16" else "")
+    return named(found, names, full_name)
 
 
 def prepare_kda(inputs: Inputs, impl: str | None, saved: bool) -> Step:
@@ -84,56 +78,49 @@ def _ours(impl: str | None) -> list[Contender]:
     return [("kda", n, what, partial(prepare_kda, impl=n, saved=kept[what])) for n in names for what in kept]
 
 
-def measured(
-    cases: Sequence[Case],
-    notes: list[str],
-    *,
-    impl: str | None = None,
-    repeats: int = 7,
-    few: bool = False,
-    started: Callable[[Case], object] = lambda case: None,
-) -> Iterator[list[dict[str, Any]]]:
-    """Yields the rows of one case after the other. The reason for a missing row goes to ``notes``; ``started`` is
-    called before each case. With ``few``, FLA is measured only for TUNED."""
-    contenders = [*_ours(impl), *((peer.name, None, None, peer.prepare) for peer in training_peers.PEERS)]
+def measured(cases: Sequence[Case], run: Run) -> Iterator[list[Row]]:
+    """The rows of one case after the other. With ``few``, FLA is measured only for TUNED."""
+    contenders = [*_ours(run.impl), *((peer.name, None, None, peer.prepare) for peer in training_peers.PEERS)]
     for case in cases:
-        started(case)
-        left_out = prefill_peers.TUNED if few and name_of(case) not in TUNED else None
-        yield [row for c in contenders if c[0] != left_out for row in _row(case, c, notes, repeats)]
+        run.started(case)
+        left_out = prefill_peers.TUNED if run.few and full_name(case) not in TUNED else None
+        yield [row for c in contenders if c[0] != left_out for row in _row(case, c, run)]
 
 
-def _row(case: Case, contender: Contender, notes: list[str], repeats: int) -> Iterator[dict[str, Any]]:
+def _row(case: Case, contender: Contender, run: Run) -> Iterator[Row]:
     name, implementation, kept, prepare = contender
-    row: dict[str, Any] = {"case": name_of(case), "gate": case.gate, "contender": name}
+    row: Row = {"case": full_name(case), "gate": case.gate, "contender": name}
     row |= {"implementation": implementation, "kept": kept, "problem": asdict(case.problem)}
-    try:
+    with run.noting(label(row), f"{full_name(case)}, {case.gate}: "):
         step = prepare(with_states(Inputs(case)))
         with compiled_at_once():
             step.both()  # compiles and tunes
         row["peak_gib"] = measure.own_bytes(step.both, peak=True) / 2**30
-        row["ms"] = measure.graph_milliseconds(step.both, repeats=repeats, flush=True)
-        row["forward_ms"] = measure.graph_milliseconds(step.forward, repeats=repeats, flush=True)
+        row["ms"] = measure.graph_milliseconds(step.both, repeats=run.repeats, flush=True)
+        row["forward_ms"] = measure.graph_milliseconds(step.forward, repeats=run.repeats, flush=True)
         row["backward_ms"] = row["ms"] - row["forward_ms"]
-    except Exception as error:  # an implementation declines the case, a peer is absent or fails
-        reason = measure.reason(error, f"{name_of(case)}, {case.gate}: ")
-        measure.note_once(notes, f"no row of {label(row)}: {reason}")
-        return
-    yield row
+        yield row
 
 
-def compared(found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds to each row how many times as fast as the peers it is, forward and backward together."""
-    found = list(found)
-    times = {(r["case"], r["gate"], r["contender"]): r["ms"] for r in found}
-    for r in found:
-        for peer in training_peers.PEERS:
-            ms = times.get((r["case"], r["gate"], peer.name))
-            r[prefill.over(peer.name)] = ms / r["ms"] if ms and r["contender"] != peer.name else None
-    return found
+def label(row: Row) -> str:
+    return f"{who(row)}, {row['kept']} saved" if row["contender"] == "kda" else who(row)
 
 
-def label(row: dict[str, Any]) -> str:
-    if row["contender"] != "kda":
-        return str(row["contender"])
-    name = f"kda ({row['implementation']})" if row["implementation"] else "kda"
-    return f"{name}, {row['kept']} saved"
+PEERS = [peer.name for peer in training_peers.PEERS]
+SUBJECT = Subject(
+    sweep=sweep,
+    measured=measured,
+    compared=lambda cases, found: over_peers(found, PEERS),
+    name_of=lambda case: f"{full_name(case)}, {case.gate}",
+    case_of=lambda row: f"{row['case']}, {row['gate']}",
+    who=label,
+    columns={
+        **{f"{part} ms": number(f"{part}_ms", ".3f") for part in ("forward", "backward")},
+        "both ms": number("ms", ".3f"),
+        "peak GiB": number("peak_gib", ".3f"),
+        **ratios(PEERS),
+    },
+    what=lambda row: "training",
+    sizes=("B", "T", "H", "HV", "K", "V", "lengths"),
+    told=("kept",),
+)

@@ -14,7 +14,6 @@ import pytest
 import kda
 from bench import ROOT, measure, peers
 from bench import run as bench
-from bench.command import main
 from kda.cli import arrays
 
 TINY = ["--T", "70", "--H", "1", "--K", "16", "--V", "16", "--repeats", "3", "--device", "cpu"]
@@ -22,26 +21,17 @@ TINY = ["--T", "70", "--H", "1", "--K", "16", "--V", "16", "--repeats", "3", "--
 
 def believe_in_gpu(monkeypatch: pytest.MonkeyPatch, milliseconds: Callable[..., float]) -> None:
     """Makes the command believe in a GPU on which ``milliseconds`` times calls, without a folder of peers."""
-    monkeypatch.setattr(measure, "graph_milliseconds", milliseconds)
+    for name in ("graph_milliseconds", "stream_milliseconds", "host_microseconds", "own_bytes"):
+        monkeypatch.setattr(measure, name, milliseconds)
     monkeypatch.setattr(measure, "stream_bandwidth", lambda: 4000.0)
-    monkeypatch.setattr(measure, "machine", lambda device: {
-        "cpu": "a CPU", "threads": 1, "device": "a GPU", "library": kda.info()
-    })  # fmt: skip
+    monkeypatch.setattr(measure, "ceilings", lambda device: {"GFLOP/s": 800e3, "GB/s": 3000.0})
+    about = {"cpu": "a CPU", "threads": 1, "device": "a GPU", "library": kda.info()}
+    monkeypatch.setattr(measure, "machine", lambda device: about)
     monkeypatch.setattr(arrays, "cuda_device", lambda: True)
     monkeypatch.setattr(bench, "_best_device", lambda operators: "cuda")
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(peers, "_folder", None)
     monkeypatch.delenv("KDA_PEERS", raising=False)
-
-
-def command(capsys: pytest.CaptureFixture[str], name: str) -> Callable[..., str]:
-    """Calls ``python -m bench name`` with words of the command line, expects a status, and returns the output."""
-
-    def call(*words: str, status: int = 0) -> str:
-        assert main([name, *words]) == status
-        return "".join(capsys.readouterr())
-
-    return call
 
 
 def install(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Any) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +17,8 @@ import torch
 
 import kda
 from bench import ROOT, measure, peers
-from bench import operators as benches
-from bench import run as bench
+from bench.command import COMMANDS
+from bench.operators import BENCHES
 from benches import TINY, rows, run
 from kda.call import flops as _flops
 from kda.call import library as _lib
@@ -32,26 +30,25 @@ from kda.cli.problems import Problem, common
 
 def test_bench(tmp_path: Path) -> None:
     """As a user calls it, with ceilings and files."""
-    record, chart = tmp_path / "bench.json", tmp_path / "bench.png"
-    words = [*TINY, "--B", "2", "--threads", "1", "--json", str(record), "--plot", str(chart)]
+    record = tmp_path / "bench.json"
+    words = [*TINY, "--B", "2", "--threads", "1", "--json", str(record)]
     done = run(*words)
     assert done.returncode == 0, done.stderr
-    assert chart.read_bytes().startswith(b"\x89PNG")
     data = json.loads(record.read_text())
     assert data["command"] == " ".join(["python -m bench", *words]) and data["threads"] == 1
     assert data["library"] == kda.info() and data["torch"] == torch.__version__ and data["device"] == "cpu"
     assert data["ceilings"].keys() == {"GFLOP/s", "GB/s"} and min(data["ceilings"].values()) > 0.1
-    assert [r["operator"] for r in data["rows"]] == list(bench.BENCHES), "one of each: their sizes are the same now"
+    assert [r["operator"] for r in data["rows"]] == list(BENCHES), "one of each: their sizes are the same now"
     for r in data["rows"]:
-        p, entry = Problem(**{**r["problem"], "lengths": ()}), bench.BENCHES[r["operator"]]
-        tokens = entry.problems[0].T if entry.most_tokens < 70 else 70
+        p, entry = Problem(**{**r["problem"], "lengths": ()}), BENCHES[r["operator"]]
+        tokens = entry.cases[0].T if entry.most_tokens < 70 else 70
         assert p == replace(p, B=2, T=tokens, H=1, HV=1, K=16, V=16, **entry.only)
         assert r["contender"] == "kda" and r["times_kda"] == 1 and r["unit"] == entry.unit
         assert r["rate"] == pytest.approx(entry.work(p) / r["ms"] * 1e-6)
         assert r["tokens_per_s"] == pytest.approx(p.B * p.T / r["ms"] * 1e3)
     table = rows(done.stdout)
-    assert [r[0] for r in table] == list(bench.BENCHES) and all(re.search(r"\d (us|ms|s)$", r[2]) for r in table)
-    assert "no rows of fla.ops.kda.naive: it is not installed" in done.stdout or len(table) > len(bench.BENCHES)
+    assert [r[0] for r in table] == list(BENCHES) and all(re.search(r"\d (us|ms|s)$", r[2]) for r in table)
+    assert "no rows of fla.ops.kda.naive: it is not installed" in done.stdout or len(table) > len(BENCHES)
 
 
 @pytest.mark.usefixtures("quick")
@@ -139,50 +136,61 @@ def test_peers_get_what_the_kernels_compute() -> None:
         torch.testing.assert_close(kda.prefill(**peers.activated(x)), kda.prefill(**x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.usefixtures("quick")
-def test_plot_without_matplotlib(bench_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(bench, "_measure", None)  # the message comes before measuring
-    assert "--plot: needs matplotlib, which is not installed" in bench_cli("--plot", "x.png", status=2)
-
-
 def test_bench_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.modules["torch"] = None
+from bench import measure
+measure.ceilings = lambda device: {{"GFLOP/s": 100.0, "GB/s": 10.0}}
 from bench.command import main
 sys.exit(main([*{TINY}, "--B", "2", "--json", {str(tmp_path / "x.json")!r}]))
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     got = [r["operator"] for r in json.loads((tmp_path / "x.json").read_text())["rows"]]
-    assert got == [name for name, entry in bench.BENCHES.items() if not entry.needs_torch]
+    assert got == [name for name, entry in BENCHES.items() if not entry.needs_torch]
     assert "no rows of training: it needs torch, which is not installed" in done.stdout and ", float32 " in done.stdout
 
 
-def test_progress_is_a_line_a_case_where_nobody_looks_on() -> None:
-    words = [sys.executable, "-m", "bench", "gate", "conv", *TINY, "--repeats", "1", "--seconds", "0.1"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
-    lines = [line for line in done.stderr.splitlines() if re.match(r"\[\d+/\d+\] ", line)]
+@pytest.mark.usefixtures("quick")
+def test_progress_is_a_line_a_case_where_nobody_looks_on(bench_cli: Callable[..., str]) -> None:
+    text = bench_cli("gate", "conv", *TINY, "--repeats", "1", "--seconds", "0.1")
+    lines = [line for line in text.splitlines() if re.match(r"\[\d+/\d+\] ", line)]
     assert [line.partition("] ")[2].partition(":")[0] for line in lines] == ["ceilings", "gate", "conv", "ceilings"]
 
 
-def test_what_was_measured_before_an_interruption_is_kept(tmp_path: Path) -> None:
-    record = tmp_path / "record.json"
-    words = [sys.executable, "-m", "bench", "gate", "prefill", *TINY, "--json", str(record)]
-    words += ["--repeats", "100000", "--seconds", "3"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None and process.stderr is not None
-        for line in process.stderr:
-            if "prefill" in line:
-                time.sleep(0.2)
-                process.send_signal(signal.SIGINT)
-                break
-        out = process.stdout.read()
-        assert process.wait() == 130
-    assert "interrupted: the rest was not measured" in out
-    found: dict[str, Any] = json.loads(record.read_text())
+@pytest.mark.usefixtures("quick")
+def test_what_was_measured_before_an_interruption_is_kept(
+    bench_cli: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(p: Problem, new: Source) -> Callable[[], object]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(BENCHES, "prefill", replace(BENCHES["prefill"], prepare=interrupted))
+    text = bench_cli("gate", "prefill", "conv", *TINY, "--json", str(tmp_path / "x.json"), status=130)
+    found: dict[str, Any] = json.loads((tmp_path / "x.json").read_text())
     assert found["interrupted"] and [row["operator"] for row in found["rows"]] == ["gate"]
+    assert "interrupted: the rest was not measured" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["attention"], "operators: expected some of prefill, training, prefill_f32, stages, layer, segment_map,"),
+        (["--impl", "nobody"], "--impl: expected one of "),
+        (["gate", "--json", "/nowhere/x.json"], "--json: expected a file in a folder that exists, got /nowhere/x.json"),
+        (["plugs", "--json", "/nowhere/x.json"], "--json: expected a file in a folder that exists, got /nowhere/x"),
+        (["--repeats", "0"], "argument --repeats: expected a number of at least 1, got '0'"),
+    ],
+)
+def test_wrong_arguments_are_sentences(words: list[str], sentence: str, bench_cli: Callable[..., str]) -> None:
+    assert sentence in bench_cli(*words, status=2)
+
+
+def test_help_names_the_commands(bench_cli: Callable[..., str]) -> None:
+    assert all(f"  {name} " in bench_cli("--help") for name in COMMANDS)
+    for name in COMMANDS:
+        assert bench_cli(name, "--help").startswith(f"usage: python -m bench {name}")
 
 
 # ---- measuring ----
@@ -194,7 +202,7 @@ def test_work() -> None:
     assert _flops.segment_map_flop(128, 128) == 131_072 + 20_480 + 20_480 + 2_048
     assert _flops.prefill_f32_flop(128, 128) == 141_312 + 20_480
     assert _flops.bwd_wy_dqkg_flop(128, 128) == 98_304 + 20_480
-    assert benches._conv_bytes(Problem(B=2, T=3, H=1, HV=2)) == 2 * 2 * 3 * 512 * 2
+    assert BENCHES["conv"].work(Problem(B=2, T=3, H=1, HV=2)) == 2 * 2 * 3 * 512 * 2
 
 
 def test_medians_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
