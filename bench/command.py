@@ -13,6 +13,7 @@ from bench import ROOT
 # A module has arguments(parser) and run(options), which returns the exit status.
 COMMANDS = {
     "plugs": ("bench.plugs", "engines (FLA, SGLang, vLLM) beside kda through the engines' own interfaces"),
+    "model": ("bench.model", "a whole language model: training, a prompt and generated tokens"),
     "forward_stages": ("bench.forward_stages", "the stages of the forward and prefill_f32 on a GPU"),
     "cp": ("bench.cp", "one sequence on one device and on several"),
     "cpu": ("bench.cpu", "the CPU figures of the README"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 import kda.fla
+from bench import model
 from bench import plugs_fla as plug_bench_fla
 from bench.command import main
 from bench.plugs import rows
@@ -33,3 +35,13 @@ def test_calls_came_to_us() -> None:
     told = kda.fla.report(reset=True)
     assert set(told.taken) == {"chunk_kda"}
     assert (told.left, notes) == ({}, [])
+
+
+def test_a_language_model() -> None:
+    """FLA's, which the command measures on a GPU, with random weights and our kernels."""
+    parser = argparse.ArgumentParser()
+    model.arguments(parser)
+    words = ["--layers", "1", "--hidden", "32", "--heads", "1", "--head-dim", "16", "--vocab", "40", "--tokens", "20"]
+    words += ["--batches", "1", "--new-tokens", "2", "--repeats", "1", "--device", "cpu"]
+    row = model.row_of("FLA on kda", parser.parse_args(words))
+    assert row["parameters"] > 0 and row["tokens_per_s"] > 0 and "token_ms_of_1" in row
