@@ -139,13 +139,14 @@ def test_peers_get_what_the_kernels_compute() -> None:
 def test_bench_without_torch(tmp_path: Path) -> None:
     code = f"""
 import sys
+sys.path.append({str(ROOT)!r})
 sys.modules["torch"] = None
 from bench import measure
 measure.ceilings = lambda device: {{"GFLOP/s": 100.0, "GB/s": 10.0}}
 from bench.command import main
 sys.exit(main([*{TINY}, "--B", "2", "--json", {str(tmp_path / "x.json")!r}]))
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     got = [r["operator"] for r in json.loads((tmp_path / "x.json").read_text())["rows"]]
     assert got == [name for name, entry in BENCHES.items() if not entry.needs_torch]

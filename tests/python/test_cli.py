@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -17,11 +18,12 @@ import pytest
 import torch
 
 import kda
-from benches import rows
+from benches import TINY, rows
 from kda._version import include_directory
 from kda.call import library as _lib
-from kda.cli import COMMANDS, operators, show
+from kda.cli import COMMANDS, bench, operators, show
 from kda.cli.arrays import Source
+from kda.cli.problems import Problem
 
 # ---- the command ----
 
@@ -42,6 +44,23 @@ def test_info(cli: Callable[..., str]) -> None:
     words = {line.split()[0]: line for line in cli("info").splitlines()}
     assert {"version", "cpu", "cuda", *_lib.OPERATORS} == set(words)
     assert "cpu_chunk, cpu_recurrent, reference" in words["forward"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_bench(cli: Callable[..., str]) -> None:
+    """Ours, beside ceilings; python -m bench measures more."""
+    words = ["bench", *TINY, "--B", "2"]
+    found = json.loads(cli(*words, "--json"))
+    assert [r["operator"] for r in found["rows"]] == list(bench.BENCHES)
+    assert found["ceilings"] == {"GFLOP/s": 100.0, "GB/s": 10.0} and found["version"] == kda.__version__
+    for r in found["rows"]:
+        p, entry = Problem(**{**r["problem"], "lengths": ()}), bench.BENCHES[r["operator"]]
+        assert (2, 1 if r["operator"] == "decode" else 70, 1, 16) == (p.B, p.T, p.H, p.K)
+        assert r["rate"] == pytest.approx(entry.work(p) / r["ms"] * 1e-6) and r["unit"] == entry.unit
+        assert r["tokens_per_s"] == pytest.approx(p.B * p.T / r["ms"] * 1e3)
+    table = rows(cli(*words, "--T", "1", "70"))
+    assert [r[0] for r in table] == ["prefill", "prefill", "training", "training", "decode"]
+    assert all(re.search(r"\d (us|ms|s)$", r[2]) and r[5].endswith("%") for r in table)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
         if name not in BENCHES:
             raise ValueError(f"operators: expected some of {', '.join(BENCHES)}, got {name}")
     known(options.impl, ("forward", "backward", "decode"))
-    device = options.device or ("cuda" if cuda_device() and kda.info()["cuda"] else "cpu")
+    built = "cuda_decode" in kda.implementations("decode")
+    device = options.device or ("cuda" if built and cuda_device() else "cpu")
     Source(device)  # reports a problem with the device before anything is measured
     given = given_sizes(options)
     if torch is None:
@@ -185,49 +187,39 @@ def thread_count() -> int:
 def ceilings(device: str = "cpu") -> dict[str, float]:
     """The rates that other software reaches here: GFLOP/s of a large float32 matrix product (bfloat16 on a GPU), and
     GB/s, read and write together, of negating in place a buffer much larger than the caches."""
-    return {"GFLOP/s": max(map(_best, _products(device))), "GB/s": _best(_stream(device))}
+    n, floats = 8192 if device == "cuda" else 1024, 1 << 27
+    product = max(_best(2 * n**3, call, device) for call in _products(device, n))
+    return {"GFLOP/s": product, "GB/s": _best(8 * floats, _stream(device, floats), device)}
 
 
-class _Work(NamedTuple):
-    amount: float
-    call: Call
-    synchronize: Call = lambda: None
-
-
-def _best(work: _Work, seconds: float = 0.7) -> float:
+def _best(amount: float, call: Call, device: str, seconds: float = 0.7) -> float:
     """Giga-units per second of the best of many short runs: a ceiling is what the machine does when undisturbed."""
-    shortest, end = math.inf, time.perf_counter() + seconds
-    work.call()
+    shortest, end, synchronize = math.inf, time.perf_counter() + seconds, synchronizer(device)
+    call()
     while time.perf_counter() < end or shortest == math.inf:
-        work.synchronize()
+        synchronize()
         start = time.perf_counter()
-        work.call()
-        work.synchronize()
+        call()
+        synchronize()
         shortest = min(shortest, time.perf_counter() - start)
-    return work.amount / shortest * 1e-9
+    return amount / shortest * 1e-9
 
 
-def _products(device: str) -> list[_Work]:
+def _products(device: str, n: int) -> Iterator[Call]:
     """NumPy's and torch's libraries differ in how well they know a processor: the better one counts."""
-    n = 8192 if device == "cuda" else 1024
-    works = []
     if device == "cpu":
         x = np.ones((n, n), np.float32)
-        out = np.empty_like(x)
-        works.append(_Work(2 * n**3, lambda: np.matmul(x, x, out=out)))
+        yield partial(np.matmul, x, x, out=np.empty_like(x))
     if torch is not None:
         if device == "cpu":
             torch.set_num_threads(thread_count())
         y = torch.ones(n, n, device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-        z = torch.empty_like(y)
-        works.append(_Work(2 * n**3, lambda: torch.mm(y, y, out=z), synchronizer(device)))
-    return works
+        yield partial(torch.mm, y, y, out=torch.empty_like(y))
 
 
-def _stream(device: str) -> _Work:
+def _stream(device: str, floats: int) -> Call:
     """On the CPU, NumPy in Python threads: its loops release the interpreter lock, and use one thread each."""
-    size = 1 << 27  # floats: 512 MiB
     if device == "cuda":
-        return _Work(8 * size, torch.ones(size, dtype=torch.float32, device=device).neg_, torch.cuda.synchronize)
-    parts, pool = np.array_split(np.ones(size, np.float32), thread_count()), ThreadPoolExecutor(thread_count())
-    return _Work(8 * size, lambda: list(pool.map(lambda part: np.negative(part, out=part), parts)))
+        return torch.ones(floats, dtype=torch.float32, device=device).neg_
+    parts, pool = np.array_split(np.ones(floats, np.float32), thread_count()), ThreadPoolExecutor(thread_count())
+    return lambda: list(pool.map(lambda part: np.negative(part, out=part), parts))
