@@ -15,7 +15,6 @@ import kda
 from bench import measure, peers
 from bench.on_gpu import ON_GPU, measure_on_gpu
 from bench.operators import BENCHES, Bench
-from kda.call.arrays import torch
 from kda.call.library import OPERATORS
 from kda.cli import INTERRUPTED, arrays, show
 from kda.cli.arrays import Source
@@ -45,10 +44,6 @@ def run(options: argparse.Namespace) -> int:
     _check(options)
     names = options.operators or [n for n, b in BENCHES.items() if options.device in b.devices]
     given, notes = given_sizes(options), list[str]()
-    if torch is None:
-        given.setdefault("dtype", ["float32"])  # NumPy has no bfloat16
-        notes = [f"no rows of {n}: it needs torch, which is not installed" for n in names if BENCHES[n].needs_torch]
-        names = [n for n in names if not BENCHES[n].needs_torch]
     special = [name for name in names if options.device == "cuda" and name in ON_GPU]
     rows = [(name, p) for name in names if name not in special for p in _cases(BENCHES[name], given)]
     peers.add_folder(options.peers)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import kda
-from bench import ROOT, measure, peers
+from bench import measure, peers
 from bench.command import COMMANDS
 from bench.operators import BENCHES
 from benches import TINY, rows, run
@@ -134,23 +133,6 @@ def test_peers_get_what_the_kernels_compute() -> None:
     for gate, beta in (("log", "activated"), ("softplus", "sigmoid"), ("lower_bound", "2sigmoid")):
         x = common(Problem(B=1, T=70, H=2, K=16, V=24, dtype="float32", gate=gate, beta=beta), Source())
         torch.testing.assert_close(kda.prefill(**peers.activated(x)), kda.prefill(**x), rtol=1e-4, atol=1e-5)
-
-
-def test_bench_without_torch(tmp_path: Path) -> None:
-    code = f"""
-import sys
-sys.path.append({str(ROOT)!r})
-sys.modules["torch"] = None
-from bench import measure
-measure.ceilings = lambda device: {{"GFLOP/s": 100.0, "GB/s": 10.0}}
-from bench.command import main
-sys.exit(main([*{TINY}, "--B", "2", "--json", {str(tmp_path / "x.json")!r}]))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    got = [r["operator"] for r in json.loads((tmp_path / "x.json").read_text())["rows"]]
-    assert got == [name for name, entry in BENCHES.items() if not entry.needs_torch]
-    assert "no rows of training: it needs torch, which is not installed" in done.stdout and ", float32 " in done.stdout
 
 
 @pytest.mark.usefixtures("quick")

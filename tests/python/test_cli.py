@@ -63,6 +63,19 @@ def test_bench(cli: Callable[..., str]) -> None:
     assert all(re.search(r"\d (us|ms|s)$", r[2]) and r[5].endswith("%") for r in table)
 
 
+def test_bench_without_torch() -> None:
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from kda.cli import bench, main
+bench.ceilings = lambda device: {{"GFLOP/s": 100.0, "GB/s": 10.0}}
+sys.exit(main(["bench", *{TINY}, "--B", "2"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [r[0] for r in rows(done.stdout)] == ["prefill", "decode"] and ", float32 " in done.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
