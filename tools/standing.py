@@ -4,7 +4,7 @@
 
 A record keeps the hash of each kernel that its GPU runs (tools/machine_code.py). Its rows stand as long as the build
 has these kernels, whatever has been renamed or moved since. If only the host's code has changed, the quick list of
-tests (`--only quick` of tools/gpu_suite) is enough. Where a kernel has changed, its rows are to be measured again.
+tests (`python -m bench record --only quick`) is enough. Where a kernel has changed, its rows are measured again.
 """
 
 from __future__ import annotations

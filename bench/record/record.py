@@ -64,14 +64,17 @@ def left_over(before: Iterable[dict[str, Any]], record: dict[str, Any]) -> list[
         rows |= {identity(row) for row in left["benchmarks"]}
         now, then = record["folders"], old.get("folders", {})
         changed = sorted(folder for folder in now.keys() | then.keys() if now.get(folder) != then.get(folder))
-        kept = {name: old[name] for name in ("why", "date", "source_hash", "folders", "device") if name in old}
+        kept = {
+            name: old[name] for name in ("why", "date", "source_hash", "folders", "kernels", "device") if name in old
+        }
         since = {"changed_since": changed} if then else {}
         found.append(kept | since | {part: parts for part, parts in left.items() if parts})
     return found
 
 
 def passed(record: dict[str, Any]) -> bool:
-    parts = [*record.get("tests", {}).values(), *record.get("sanitizer", {}).values()]
+    quick = record.get("quick", {}).get("tests", {})
+    parts = [*record.get("tests", {}).values(), *record.get("sanitizer", {}).values(), *quick.values()]
     return all(t["exit"] == 0 for t in parts) and all(t.get("ran", 1) > 0 for t in parts)
 
 

@@ -23,6 +23,7 @@ PTX = {"CUDA_FORCE_PTX_JIT": "1", "GTEST_FILTER": "-*opper*:*lackwell*:ForwardCh
 GPU_TESTS = "tests/gpu/test_gpu"  # in a built tree
 DISTRIBUTED = "test_distributed*.py"  # of tests/gpu: skipped by machines with one GPU
 GPU_FUZZER = "tests/gpu/fuzz_gpu"
+EXAMPLE = "tests/cpp/examples/decode_gpu"
 FUZZING = 90  # seconds
 
 
@@ -63,6 +64,14 @@ def pytest(folder: str, files: str = "test_*.py", **environment: str) -> dict[st
         "skipped": total["skipped"],
         "exit": max(abs(status) for status, _ in results),
         **named([f"{case.get('classname')}::{case.get('name')}" for case in bad]),
+    }
+
+
+def quick_tests(build: Path) -> dict[str, Any]:
+    """The tests that compute-sanitizer runs, without it, and the C example."""
+    return {
+        "short list": gtest(build / GPU_TESTS, KDA_TEST_SHORT_LIST="memcheck"),
+        "c example": example(build / EXAMPLE),
     }
 
 
@@ -117,7 +126,7 @@ TESTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "python, as on the CPU": lambda _: pytest("tests/python", KDA_TEST_DEVICE="cuda"),
     "instructions": lambda build: instructions(build),
     "fuzzer": lambda build: fuzz(build / GPU_FUZZER),
-    "c example": lambda build: example(build / "tests/cpp/examples/decode_gpu"),
+    "c example": lambda build: example(build / EXAMPLE),
     "python -m kda check": lambda _: kda_check(),
 }
 

@@ -80,7 +80,8 @@ def decodes() -> Iterator[list[str]]:
     beside = f"the same; cuLA {min(cula):.1f} to {max(cula):.1f} times"
     yield ["the same in two calls", f"{min(two):.1f} to {max(two):.1f} times as fast", beside]
     shares = elementwise.gate_shares()
-    yield ["`kda_gate`, bytes per second", f"{min(shares):.2f} to {max(shares):.2f} times as many", "`y = 2 x`"]
+    percent = f"{100 * min(shares):.0f} to {100 * max(shares):.0f} %"
+    yield ["`kda_gate`", f"reaches {percent} of the bandwidth of a copy", "`y = 2 x`"]
 
 
 def measured() -> list[str]:

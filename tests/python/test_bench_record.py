@@ -18,6 +18,7 @@ from bench.command import main
 from bench.record import command, instructions, sanitizer, tests
 from kda.cli import show
 
+GPU = {"name": "A GPU", "compute_capability": "9.0"}
 HOPPER_ONLY = "cuda_b was forced but needs compute capability 9.0 (Hopper)"
 
 
@@ -84,7 +85,8 @@ def test_gpu_suite_keeps_what_only_other_sources_have(monkeypatch: pytest.Monkey
     path, hashes = tmp_path / "a-gpu.json", {"src": "1", "src/cuda": "1"}
     kda.info()  # loads the library, before main() names a folder that may have none
     monkeypatch.setenv("KDA_LIBRARY_DIR", "")
-    monkeypatch.setattr(command, "device", lambda: {"name": "A GPU"})
+    monkeypatch.setattr(command, "device", lambda: GPU)
+    monkeypatch.setattr(command, "kernels_of", lambda *_: {"src/cuda/a.cu": {"sm_90 f()": hashes["src/cuda"]}})
     monkeypatch.setattr(command, "folder_hashes", lambda: dict(hashes))
     monkeypatch.setattr(command, "source_hash", lambda: "".join(hashes.values()))
     monkeypatch.setattr(
@@ -106,7 +108,8 @@ def test_gpu_suite_keeps_what_only_other_sources_have(monkeypatch: pytest.Monkey
     assert "benchmarks" not in second and list(second["tests"]) == ["cpp"]
     [earlier] = second["earlier"]
     assert earlier["changed_since"] == ["src/cuda"] and earlier["source_hash"] == "11"
-    assert earlier["benchmarks"] == again["benchmarks"] and earlier["device"] == {"name": "A GPU"}
+    assert earlier["kernels"] == {"src/cuda/a.cu": {"sm_90 f()": "1"}}
+    assert earlier["benchmarks"] == again["benchmarks"] and earlier["device"] == GPU
     hashes["src"] = "2"
     third = record("--only", "benchmarks", rows=[row])
     assert third["benchmarks"] == [stream, row]
@@ -186,3 +189,37 @@ def test_instructions_are_compared_with_the_emulator(monkeypatch: pytest.MonkeyP
         instructions.compare(sides["same"][0], sides["same"][0][:2])
     monkeypatch.setattr(instructions, "table_of", lambda *_, **__: [row("not here", "exact", 0, None)])
     assert instructions.validate(Path("build"), 90)["exit"] == 1, "nothing was measured"
+
+
+def test_a_record_has_the_kernels_that_the_gpu_runs(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--build: expected kernels\.json in it"):
+        command.kernels_of(tmp_path, "9.0")
+    kernels = {"a.cu": {"sm_80 f()": "1", "sm_90 f()": "2"}, "b.cu": {"sm_90a g()": "3"}, "c.cu": {"sm_100a h()": "4"}}
+    (tmp_path / "kernels.json").write_text(json.dumps(kernels))
+    assert command.kernels_of(tmp_path, "9.0") == {"a.cu": {"sm_90 f()": "2"}, "b.cu": {"sm_90a g()": "3"}}
+    assert command.kernels_of(tmp_path, "8.0") == {"a.cu": {"sm_80 f()": "1"}}
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_quick_list(status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is enough where only the host's code has changed: it stands beside tests and rows, and can fail."""
+    kda.info()
+    monkeypatch.setenv("KDA_LIBRARY_DIR", "")
+    monkeypatch.setattr(command, "device", lambda: GPU)
+    monkeypatch.setattr(command, "kernels_of", lambda *_: {})
+    environments = list[dict[str, str]]()
+
+    def gtest(_: Path, **environment: str) -> dict[str, Any]:
+        environments.append(environment)
+        return {"ran": 3, "failed": status, "exit": status}
+
+    monkeypatch.setattr(tests, "gtest", gtest)
+    monkeypatch.setattr(tests, "example", lambda _: {"ran": 1, "failed": 0, "exit": 0})
+    rows = [{"what": "kda prefill", "ms": 1.0}]
+    monkeypatch.setattr(
+        command, "benchmarks", lambda parts, seconds, names: iter([rows] if "H96T8192" in names else [])
+    )
+    assert main(["record", "--out", str(tmp_path), "--only", "quick"]) == status
+    found = json.loads((tmp_path / "a-gpu.json").read_text())
+    assert environments == [{"KDA_TEST_SHORT_LIST": "memcheck"}]
+    assert found["passed"] == (not status) and found["quick"]["benchmarks"] == rows and "tests" not in found
