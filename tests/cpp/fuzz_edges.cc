@@ -262,8 +262,8 @@ void one_call(Random& random) {
   // Backward's products on tensor cores have f32's range, as docs/kernels/cuda_backward.md tells: factors stay small.
   const bool bounded = on_cuda && std::is_same_v<Args, kda_backward_args>;
   const std::string spoiled = random.chance(0.9) ? spoil_some(a, random, bounded) : "nothing";
-  save_again(a);
   move_strides(a, random);
+  save_again(a);  // what inputs are is known only now: an input turned around is another one
   a.exec.impl = some_implementation(a, random);
   if (std::getenv("FUZZ_PRINT")) print_call(a), print_values(a), std::printf("spoiled: %s\n", spoiled.c_str());
   if (!on_cuda && random.chance(0.15)) return expect_overlap_refused(a, random);
