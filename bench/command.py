@@ -24,11 +24,15 @@ COMMANDS = {
 OF_THIS_TREE = ("record", "compare")  # they name a built library, and the package beside it is this tree's
 
 
+def use_this_tree(words: Sequence[str]) -> None:
+    """For this process, the package is this tree's where the command or the environment names a built library."""
+    if (words and words[0] in OF_THIS_TREE) or os.environ.get("KDA_LIBRARY_DIR"):
+        sys.path.insert(0, str(ROOT / "python"))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words and words[0] in COMMANDS else ""
-    if name in OF_THIS_TREE or os.environ.get("KDA_LIBRARY_DIR"):
-        sys.path.insert(0, str(ROOT / "python"))
     from kda.cli import set_threads, status_of
 
     set_threads(words)

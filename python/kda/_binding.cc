@@ -213,6 +213,10 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_implementation, [](ffi::String op, int64_t ind
   const char* name = kda_implementation(name_of("op", op), static_cast<int32_t>(index));
   return ffi::String(name ? name : "");
 })
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_assume_gpu, [](int64_t capability, int64_t multiprocessors) {
+  check(kda_assume_gpu(static_cast<int32_t>(capability), static_cast<int32_t>(multiprocessors)));
+  gpu_is_assumed = capability != 0;
+});
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_read_environment, []() { check(kda_read_environment()); })
 // For all threads, but for this one alone where it has its own.
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(kda_use_batch_invariant, [](bool enabled) {
