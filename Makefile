@@ -100,11 +100,12 @@ test-mutants:
 PYTEST = env -C tests ../$(PYTHON) -m pytest -c ../pyproject.toml --rootdir .. -n auto
 test-python: export OMP_WAIT_POLICY := passive
 test-python:
-	$(PART) "Python tests" $(PYTEST) python
+	$(PART) "Python tests" $(PYTEST) -m "not slow" python
 
 # The tests of the GPU, on the CPU: most hold there, too, and a mistake in them is found before a GPU is paid for.
 test-plugs: export OMP_WAIT_POLICY := passive
 test-plugs:
+	$(PART) "slow Python tests" $(PYTEST) -m slow python
 	$(PART) "tests of the GPU, on the CPU" env KDA_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" gpu
 	$(PART) "plug of FLA 0.6" env OMP_NUM_THREADS=1 $(PYTEST) plugs
 

@@ -373,6 +373,7 @@ def test_compiled_backward(name: str, how: str) -> None:
     assert max(relative(a, b) for a, b in zip(expected, got, strict=True)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["compiled", "under a mode", "under autocast"])
 @pytest.mark.parametrize("config", ["whole", "in parts"])
 def test_compiled_backward_of_the_layer(config: str, how: str) -> None:

@@ -180,6 +180,7 @@ def expect_the_same_of_assumed_gpus(without_cuda: Path, folder: Path) -> None:
     assert said == run(sys.executable, "-c", ASSUMED_GPUS) and said.count("\n* cuda_") > 250
 
 
+@pytest.mark.slow
 def test_fetch_content_and_what_is_installed_from_it(tmp_path: Path) -> None:
     build, first, prefix = ROOT / "build/consumers", tmp_path / "first", tmp_path / "moved"
     assert fetch_content(source_distribution(tmp_path), build) == PRINTS

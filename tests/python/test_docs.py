@@ -27,7 +27,7 @@ EXAMPLES = [
 ]
 
 COMMANDS = [
-    pytest.param(*command, id=command[0])
+    pytest.param(*command, id=command[0], marks=pytest.mark.slow if command[0] == "check" else ())
     for path in DOCUMENTS
     for block in re.findall(r"^```console\n(.*?)^```", path.read_text(), re.M | re.S)
     for command in re.findall(r"^\$ python -m kda (.*)\n((?:(?!\$ ).*\n)*)", block, re.M)
