@@ -18,22 +18,16 @@ from bench.operators import BENCHES, Bench
 from kda.call.library import OPERATORS
 from kda.cli import INTERRUPTED, arrays, show
 from kda.cli.arrays import Source
-from kda.cli.bench import cases_of, readable
+from kda.cli.bench import cases_of, readable, shared_arguments
 from kda.cli.operators import forced, known
-from kda.cli.problems import Problem, given_sizes, natural, size_arguments
+from kda.cli.problems import Problem, given_sizes
 
 NAMED = {"layer", "prefill", "stages", "training"}  # on a GPU, where --rows chooses
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "python -m bench [COMMAND | OPERATOR ...] [options]"
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(BENCHES)}; all by default")
-    size_arguments(parser, many=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where all of OPERATOR run there, else cpu")
-    parser.add_argument("--impl", metavar="NAME,..", help="force implementations, see `python -m kda info`")
-    parser.add_argument("--threads", type=natural, metavar="N", help="as if OMP_NUM_THREADS were set")
-    parser.add_argument("--repeats", type=natural, default=7, metavar="N")
-    parser.add_argument("--seconds", type=float, default=2.0, help="a slow call stops repeating after these")
+    shared_arguments(parser, BENCHES, "all of OPERATOR run there")
     parser.add_argument("--peers", type=Path, metavar="FOLDER", help="of kernels to measure beside ours on cuda")
     parser.add_argument("--rows", nargs="+", default=[], metavar="CASE", help="on cuda, as H64T8192 or H12*")
     parser.add_argument("--quick", action="store_true", help="a few cases of prefill on cuda")

@@ -10,7 +10,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
@@ -76,15 +76,20 @@ BENCHES = {
 }  # fmt: skip
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "python -m kda bench [OPERATOR ...] [options]"
-    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(BENCHES)}; all by default")
+def shared_arguments(parser: argparse.ArgumentParser, operators: Iterable[str], cuda: str) -> None:
+    """Of this command and of ``python -m bench``. ``cuda``: where --device is cuda by default."""
+    parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"of {', '.join(operators)}; all by default")
     size_arguments(parser, many=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one, else cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=f"cuda where {cuda}, else cpu")
     parser.add_argument("--impl", metavar="NAME,..", help="force implementations, see `python -m kda info`")
     parser.add_argument("--threads", type=natural, metavar="N", help="as if OMP_NUM_THREADS were set")
     parser.add_argument("--repeats", type=natural, default=7, metavar="N")
     parser.add_argument("--seconds", type=float, default=2.0, help="a slow call stops repeating after these")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "python -m kda bench [OPERATOR ...] [options]"
+    shared_arguments(parser, BENCHES, "there is one")
     parser.add_argument("--json", action="store_true", help="for scripts, on standard output")
 
 
